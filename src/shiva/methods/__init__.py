@@ -1,0 +1,3 @@
+from shiva.methods.shiva import Shiva, ShivaMethod
+
+__all__ = ["Shiva", "ShivaMethod"]

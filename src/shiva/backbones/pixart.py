@@ -1,0 +1,62 @@
+"""PixArt-alpha and -Sigma: self-attention over image tokens, cross-attention to the caption."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shiva.backbones.base import Backbone, Call, Signals, Site, Surroundings, register
+from shiva.core.method import BackboneSpec
+
+
+class PixArt(Backbone):
+    transformers = ("PixArtTransformer2DModel",)
+
+    def sites(self, transformer: Any) -> list[Site]:
+        mask = "attention_mask"
+        sites = []
+        for layer, block in enumerate(transformer.transformer_blocks):
+            path = f"transformer_blocks.{layer}"
+            sites.append(Site(path, "block", layer, block, mask=mask))
+            sites.append(Site(f"{path}.attn1", "attention", layer, block.attn1, mask=mask))
+            sites.append(Site(f"{path}.attn2", "cross_attention", layer, block.attn2))
+            sites.append(Site(f"{path}.ff", "ffn", layer, block.ff))
+        return sites
+
+    def spec(self, transformer: Any) -> BackboneSpec:
+        config = transformer.config
+        width = config.num_attention_heads * config.attention_head_dim
+        return BackboneSpec(
+            name=type(transformer).__name__,
+            layers=config.num_layers,
+            width=width,
+            time_width=width,
+            prompt_width=width,
+            heads=config.num_attention_heads,
+        )
+
+    def surroundings(self, transformer: Any, call: Call) -> Surroundings:
+        height, width = call["hidden_states"].shape[-2:]
+        patch = transformer.config.patch_size
+        return Surroundings(
+            grid=(height // patch, width // patch),
+            timestep=call["timestep"],
+            text_tokens=call["encoder_hidden_states"].shape[1],
+        )
+
+    def signals(self, transformer: Any, call: Call) -> Signals:
+        """The prompt signal is the mean of the projected caption over its real tokens."""
+        embed = transformer.adaln_single.emb
+        text = call["encoder_hidden_states"]
+        time = embed.timestep_embedder(embed.time_proj(call["timestep"]).to(text.dtype))
+        if transformer.caption_projection is not None:
+            text = transformer.caption_projection(text)
+        mask = call.get("encoder_attention_mask")
+        if mask is None or mask.ndim != 2:
+            prompt = text.mean(dim=1)
+        else:
+            weights = mask.to(text.dtype)[..., None]  # (B, T, 1)
+            prompt = (text * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+        return Signals(time.expand(text.shape[0], -1), prompt)
+
+
+register(PixArt())

@@ -1,0 +1,273 @@
+"""ShivaCheckpoint: router, policy, table and DoRA adapter in one folder, on disk or on the hub."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelHubMixin, snapshot_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+from shiva.core import options
+from shiva.core.method import BackboneSpec
+from shiva.methods.shiva import Shiva, ShivaMethod
+from shiva.modules.schedule import RatioSchedule
+
+FORMAT = 1
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "shiva.safetensors"
+ADAPTER_DIR = "adapter"
+ADAPTER_NAME = "shiva"
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write all of a file or nothing: a temporary file beside it, synced, then renamed over it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Tensors of a safetensors file, or an error that says what to do about it."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing; save the checkpoint again, or download it again")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file ({error}); copy or download it again") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What a checkpoint was trained on and for."""
+
+    backbone: BackboneSpec
+    base_model: str | None = None
+    """Hub id or path of the pipeline it was trained on."""
+    budget: float | None = None
+    """The mean keep it was trained to."""
+
+
+class ShivaCheckpoint(ModelHubMixin, library_name="shiva-dit", tags=["diffusion", "token-pruning"]):
+    """A trained Shiva, ready for `shiva.attach(pipe, checkpoint)`."""
+
+    def __init__(
+        self,
+        shiva: Shiva,
+        weights: dict[str, Tensor],
+        schedule: RatioSchedule,
+        origin: Origin,
+        adapter_config: dict[str, Any] | None = None,
+        adapter_weights: dict[str, Tensor] | None = None,
+    ):
+        self.shiva = shiva
+        self.weights = weights
+        self.schedule = schedule
+        self.origin = origin
+        self.adapter_config = adapter_config
+        self.adapter_weights = adapter_weights
+
+    @classmethod
+    def of(
+        cls,
+        method: ShivaMethod,
+        *,
+        base_model: str | None = None,
+        adapter_config: Mapping[str, Any] | None = None,
+        adapter_weights: Mapping[str, Tensor] | None = None,
+    ) -> ShivaCheckpoint:
+        """The checkpoint of a method as it is now."""
+        weights = {name: t.detach().cpu().contiguous() for name, t in method.state_dict().items()}
+        budget = method.config.budget if method.config.budget is not None else method.schedule.mean_keep
+        return cls(
+            method.config,
+            weights,
+            method.schedule,
+            Origin(method.spec, base_model, budget),
+            None if adapter_config is None else dict(adapter_config),
+            None if adapter_weights is None else dict(adapter_weights),
+        )
+
+    # -- files ---------------------------------------------------------------------------------------
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        folder = Path(save_directory)
+        table = {f"schedule.{name}": t for name, t in self.schedule.state().items()}
+        write_atomically(folder / WEIGHTS_FILE, save({**self.weights, **table}))
+        if self.adapter_config is not None and self.adapter_weights is not None:
+            adapter = folder / ADAPTER_DIR
+            write_atomically(adapter / "adapter_model.safetensors", save(self.adapter_weights))
+            write_atomically(adapter / "adapter_config.json", to_json(self.adapter_config))
+        description = {
+            "format": FORMAT,
+            "method": dataclasses.asdict(self.shiva),
+            "backbone": dataclasses.asdict(self.origin.backbone),
+            "base_model": self.origin.base_model,
+            "trained_budget": self.origin.budget,
+        }
+        write_atomically(folder / CONFIG_FILE, to_json(description))
+
+    @classmethod
+    def _from_pretrained(
+        cls,
+        *,
+        model_id: str,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
+        **_: Any,
+    ) -> ShivaCheckpoint:
+        folder = Path(model_id)
+        if not folder.is_dir():
+            if folder.is_absolute() or model_id.startswith(".") or model_id.count("/") != 1:
+                raise FileNotFoundError(f"no checkpoint folder at {model_id}; check the path, or pass a hub id")
+            folder = Path(
+                snapshot_download(
+                    model_id,
+                    revision=revision,
+                    cache_dir=cache_dir,
+                    force_download=force_download,
+                    local_files_only=local_files_only,
+                    token=token,
+                    allow_patterns=["*.json", "*.safetensors"],
+                )
+            )
+        return cls.read(folder)
+
+    @classmethod
+    def read(cls, folder: Path) -> ShivaCheckpoint:
+        """Read a checkpoint folder."""
+        description = read_json(folder / CONFIG_FILE)
+        missing = {"format", "method", "backbone"} - description.keys()
+        if missing:
+            raise ValueError(f"{folder / CONFIG_FILE} has no {sorted(missing)[0]!r}; is it a Shiva checkpoint?")
+        if description["format"] != FORMAT:
+            raise ValueError(
+                f"{folder} has format {description['format']}, this version reads {FORMAT}; update shiva-dit"
+            )
+        tensors = read_tensors(folder / WEIGHTS_FILE)
+        table = {name.removeprefix("schedule."): t for name, t in tensors.items() if name.startswith("schedule.")}
+        weights = {name: t for name, t in tensors.items() if not name.startswith("schedule.")}
+        for name, tensor in weights.items():
+            if not tensor.isfinite().all():
+                raise ValueError(
+                    f"{name} in {folder / WEIGHTS_FILE} holds NaN or infinity; train or download it again"
+                )
+        adapter = folder / ADAPTER_DIR
+        has_adapter = adapter.is_dir()
+        return cls(
+            options.build(Shiva, description["method"]),
+            weights,
+            RatioSchedule.from_state(table),
+            Origin(
+                options.build(BackboneSpec, description["backbone"]),
+                description.get("base_model"),
+                description.get("trained_budget"),
+            ),
+            read_json(adapter / "adapter_config.json") if has_adapter else None,
+            read_tensors(adapter / "adapter_model.safetensors") if has_adapter else None,
+        )
+
+    # -- use -----------------------------------------------------------------------------------------
+
+    def check(self, spec: BackboneSpec) -> None:
+        """Refuse a pipeline the checkpoint was not trained for, naming what differs."""
+        mine = self.origin.backbone
+        if mine.name != spec.name:
+            raise ValueError(f"this checkpoint is for {mine.name}; the pipeline has a {spec.name}")
+        if (mine.layers, mine.width) != (spec.layers, spec.width):
+            raise ValueError(
+                f"this checkpoint is for {mine.layers} layers of width {mine.width}; "
+                f"the pipeline has {spec.layers} of {spec.width}"
+            )
+        if mine != spec:
+            raise ValueError(f"this checkpoint is for {mine}; the pipeline has {spec}")
+
+    def method(self, **overrides: Any) -> ShivaMethod:
+        """The trained method, with some of its options changed (budget, flops, bucket, share_pairs, ...)."""
+        fixed = {"sharing", "bottleneck", "signals", "policy"} & overrides.keys()
+        if fixed:
+            raise ValueError(f"{sorted(fixed)[0]} is fixed by training; train again to change it")
+        if overrides.get("flops") is not None:
+            overrides = {"budget": None, **overrides}
+        if overrides.get("budget") is not None:
+            overrides = {"flops": None, **overrides}
+        method = options.replace(self.shiva, overrides).build(self.origin.backbone)
+        method.load_state_dict(self.weights)
+        method.set_schedule(self.schedule)
+        return method
+
+    def add_adapter(self, transformer: nn.Module) -> str | None:
+        """Put the trained adapter into the transformer; its name, or None where there is none."""
+        if self.adapter_config is None or self.adapter_weights is None:
+            return None
+        inject_adapter(transformer, self.adapter_config, self.adapter_weights)
+        return ADAPTER_NAME
+
+
+def to_json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing; is {path.parent} a Shiva checkpoint?")
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); save or download the checkpoint again") from error
+
+
+def inject_adapter(transformer: nn.Module, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Add a PEFT adapter to any transformer, also those without diffusers' own adapter support."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
+    except ImportError as error:
+        raise ImportError(
+            "this checkpoint has an adapter, which needs PEFT: pip install 'shiva-dit[adapter]'"
+        ) from error
+    trainable = {name for name, p in transformer.named_parameters() if p.requires_grad}
+    inject_adapter_in_model(LoraConfig(**config), transformer, adapter_name=ADAPTER_NAME)
+    result = set_peft_model_state_dict(transformer, dict(weights), adapter_name=ADAPTER_NAME)
+    for name, parameter in transformer.named_parameters():
+        parameter.requires_grad_(name.replace(".base_layer.", ".") in trainable)
+    unexpected = list(getattr(result, "unexpected_keys", None) or [])
+    if unexpected:
+        remove_adapter(transformer, ADAPTER_NAME)
+        raise ValueError(f"the adapter's {unexpected[0]} has no place in {type(transformer).__name__}")
+
+
+def remove_adapter(transformer: nn.Module, name: str) -> None:
+    """Take an adapter out; a layer without any other adapter becomes the plain layer it was."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for path, module in list(transformer.named_modules()):
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        module.delete_adapter(name)
+        if not module._get_available_adapters():
+            parent, _, leaf = path.rpartition(".")
+            setattr(transformer.get_submodule(parent), leaf, module.get_base_layer())
+    known = getattr(transformer, "peft_config", None)
+    if known is not None:
+        known.pop(name, None)
+        if not known:
+            del transformer.peft_config

@@ -1,0 +1,90 @@
+"""What every site of one transformer call may know: where in time, which prompt, which grid."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shiva.core.cost import CostModel
+
+
+@dataclass
+class Clock:
+    """Seconds spent in the phases of the reduction path (routing, selection, gather, scatter)."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @contextlib.contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - start
+
+
+def unpriced() -> CostModel:
+    raise RuntimeError("this context has no cost model; attach to a transformer to price its layers")
+
+
+@dataclass
+class StepContext:
+    """One forward pass of the transformer, filled in by the session before any block runs."""
+
+    grid: tuple[int, int]
+    """Rows and columns of the image tokens: N = rows * columns."""
+    timestep: float
+    """The scheduler's timestep, 0 (clean) to 1000 (noise); NaN where it cannot be read (meta tensors)."""
+    step: int = 0
+    """Index of this step in the sampling run, from 0."""
+    steps: int | None = None
+    """Length of the sampling run, where a scheduler is known."""
+    text_tokens: int = 0
+    """Length of the text that leads a joint sequence (Flux single blocks)."""
+    guidance_pairs: bool = False
+    """The batch is [first half, second half] of classifier-free guidance over the same latents."""
+    branch: int = 0
+    """0, or 1 for the second call of a step under sequential guidance."""
+    time_embedding: Tensor | None = None
+    """(B, Dt), the backbone's own embedding of the timestep."""
+    prompt: Tensor | None = None
+    """(B, Dp), the backbone's own global embedding of prompt or class."""
+    blocks_adjoin: bool = True
+    """Nothing is added to the image tokens between two blocks (a ControlNet would)."""
+    cost: Callable[[], CostModel] = field(default=unpriced, repr=False)
+    """Prices of this call's layers, computed when asked for."""
+    counts: tuple[int, ...] = ()
+    """Tokens to keep per layer, for methods that read a schedule; known before any block runs."""
+    memory: dict[Any, Any] = field(default_factory=dict)
+    """What a method carries between the sites of this call, and between the branches of one step."""
+    run: dict[Any, Any] = field(default_factory=dict)
+    """What a method carries from step to step of one sampling run; empty at its first step."""
+    kept: dict[str, int] = field(default_factory=dict)
+    """Tokens that each site ran on, by site name."""
+    teacher: Any = None
+    """The dense pass of the same batch (a `Tape`), where training provides one."""
+    clock: Clock | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        if self.clock is None or torch.compiler.is_compiling():
+            return contextlib.nullcontext()
+        return self.clock.measure(name)
+
+
+@dataclass
+class Tape:
+    """Block inputs' updates and block outputs of one pass, by layer: what distillation compares."""
+
+    outputs: dict[int, Tensor] = field(default_factory=dict)  # layer -> (B, N, D) image tokens after it
+    updates: dict[int, Tensor] = field(default_factory=dict)  # layer -> (B, N, D) what the block added

@@ -1,0 +1,133 @@
+"""The seam every method is written against.
+
+A transformer call meets a method at these places, in this order; a method overrides what it needs:
+
+    method.begin_step(ctx)                       # timestep, prompt, grid, counts are known
+    for block in transformer:
+        method.observe(x, site, ctx)             # the block's input, before any sub-layer
+        around block:        x -> reduce -> block      -> restore -> x'
+          around attention:      normed x -> reduce -> attention -> restore -> update
+          around ffn:            normed x -> reduce -> ffn       -> restore -> update
+    method.end_step(output, ctx)                 # the model's prediction
+
+`around` is entered only at the kinds of site named in `sites`. A pruner or a merger implements
+`reduction` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from shiva.core.context import StepContext
+from shiva.core.reduction import Reduction, Streams
+
+SiteKind = Literal["block", "attention", "cross_attention", "ffn"]
+GuidancePolicy = Literal["shared", "per-sample", "max"]
+
+Run: TypeAlias = Callable[[Tensor, "Reduction | None"], Streams]
+"""Runs the site on image tokens (B, K, D); None for the reduction means all of them, in order."""
+
+
+class Place(Protocol):
+    """Where in the network a method is being asked: a `Site` of a backbone."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> SiteKind: ...
+    @property
+    def layer(self) -> int: ...
+    @property
+    def module(self) -> nn.Module: ...
+
+
+@dataclass(frozen=True)
+class BackboneSpec:
+    """The sizes of a backbone that a method is built for."""
+
+    name: str
+    """The transformer's class name."""
+    layers: int
+    width: int
+    time_width: int
+    prompt_width: int
+    heads: int = 1
+
+
+class Method(nn.Module):
+    """Decides, at each site, which image tokens are computed and what the others receive."""
+
+    sites: frozenset[SiteKind] = frozenset({"block"})
+    guidance: GuidancePolicy = "per-sample"
+    needs_signals: ClassVar[bool] = False
+    """Whether `ctx.time_embedding` and `ctx.prompt` must be filled in."""
+
+    def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
+        """How the site's tokens x (B, N, D) are reduced; None runs the site dense."""
+        raise NotImplementedError
+
+    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+        """Run a site on reduced tokens. DiffCR overrides this to run twice."""
+        reduction = self.reduction(x, site, ctx)
+        if reduction is None:
+            return run(x, None)
+        with ctx.phase("gather"):
+            reduced = reduction.reduce(x)
+        out = run(reduced, reduction)
+        with ctx.phase("scatter"):
+            return out._replace(image=reduction.restore(out.image, base))
+
+    def selects(self, site: Place) -> bool:
+        """Whether the method acts at this site at all."""
+        return site.kind in self.sites
+
+    def plan(self, ctx: StepContext, timesteps: list[float] | None) -> tuple[int, ...]:
+        """Tokens to keep per layer at this step, where that is known beforehand; () otherwise."""
+        return ()
+
+    def begin_step(self, ctx: StepContext) -> None:
+        pass
+
+    def observe(self, x: Tensor, site: Place, ctx: StepContext) -> None:
+        pass
+
+    def end_step(self, output: Tensor, ctx: StepContext) -> None:
+        pass
+
+    def losses(self, ctx: StepContext) -> dict[str, Tensor]:
+        """The method's own training objectives of the last call, by name."""
+        return {}
+
+
+class MethodConfig:
+    """Base of the config dataclasses; the config's type picks the method, as in torchao.
+
+    A subclass is a frozen dataclass with one line of docstring per field, and builds its method.
+    """
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {}
+
+    def build(self, spec: BackboneSpec) -> Method:
+        raise NotImplementedError
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> MethodConfig:
+        """The config under a named set of values: `official` (the default) or `paper`."""
+        known = {"official": {}, **cls.presets}
+        if name not in known:
+            raise ValueError(f"{cls.__name__} has no preset {name!r}; pass one of {', '.join(map(repr, known))}")
+        return cls(**{**known[name], **changes})
+
+
+def unify_guidance(scores: Tensor, policy: GuidancePolicy, ctx: StepContext) -> Tensor:
+    """Make the two guidance halves of scores (B, N) agree under the policy, so they keep the same tokens."""
+    if policy == "per-sample" or not ctx.guidance_pairs:
+        return scores
+    first, second = scores.chunk(2)
+    joint = torch.maximum(first, second) if policy == "max" else first
+    return torch.cat([joint, joint])

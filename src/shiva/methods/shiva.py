@@ -1,0 +1,244 @@
+"""Shiva-DiT: residual-based differentiable top-k selection (Zhang et al.; the paper this library implements)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shiva.core import options
+from shiva.core.context import StepContext
+from shiva.core.method import BackboneSpec, GuidancePolicy, Method, MethodConfig, Place, Run, unify_guidance
+from shiva.core.reduction import Reduction, Streams, select
+from shiva.modules.policy import POLICIES
+from shiva.modules.router import RouterBank, perturb
+from shiva.modules.schedule import RatioSchedule
+from shiva.modules.topk import Selection, input_gated, output_gated, select_tokens, token_count
+
+
+@dataclass(frozen=True)
+class Shiva(MethodConfig):
+    """Learned token selection with a learned ratio per layer and timestep."""
+
+    budget: float | None = None
+    """Mean share of image tokens kept over reduced layers and steps; None leaves a trained table as it is."""
+    flops: float | None = None
+    """Instead of a budget: true FLOPs of the run as a share of dense."""
+    bucket: int | None = None
+    """Round token counts to this multiple, holding their mean; fewer distinct shapes to compile."""
+    dense: tuple[int, ...] = (0,)
+    """Layers that always see all tokens; the paper bypasses the first."""
+    share_pairs: bool = False
+    """One selection per pair of layers: router, sort, gather and scatter are paid once a pair."""
+    guidance: GuidancePolicy = "max"
+    """How the two guidance halves agree on tokens: the elementwise maximum of scores in the paper."""
+    sharing: str = "pairwise"
+    """Which layers share a router: pairwise, global, independent, or groups-n."""
+    bottleneck: int = 64
+    """Width of the router."""
+    signals: tuple[str, ...] = ("time", "prompt", "layer")
+    """Context the router reads beside the token itself."""
+    policy: str = "additive"
+    """Form of the ratio policy: additive, or film (for the ablation)."""
+    estimator: str = "output"
+    """Gradient estimator of training: output (gate what the block adds) or input (the paper's)."""
+    guess: str = "teacher"
+    """The output estimator's stand-in for a rejected token's update: zero, mean, ridge or teacher."""
+
+    presets: ClassVar = {"paper": {"estimator": "input"}}
+
+    def __post_init__(self) -> None:
+        if self.budget is not None:
+            options.share("budget", self.budget)
+        if self.flops is not None:
+            options.share("flops", self.flops)
+        if self.budget is not None and self.flops is not None:
+            raise ValueError(f"budget={self.budget} and flops={self.flops} exclude each other; pass one")
+        if self.bucket is not None and self.bucket < 1:
+            raise ValueError(f"bucket={self.bucket} must be at least 1")
+        options.choice("guidance", self.guidance, ("shared", "per-sample", "max"))
+        options.choice("policy", self.policy, POLICIES)
+        options.choice("estimator", self.estimator, ("input", "output"))
+        options.choice("guess", self.guess, ("zero", "mean", "ridge", "teacher"))
+        object.__setattr__(self, "dense", tuple(self.dense))
+        object.__setattr__(self, "signals", tuple(self.signals))
+
+    def build(self, spec: BackboneSpec) -> ShivaMethod:
+        return ShivaMethod(self, spec)
+
+
+@dataclass
+class Exploration:
+    """How a training step departs from inference; a stage of training sets it."""
+
+    ratio: float | None = None
+    """Keep ratio of every reduced layer; None asks the policy."""
+    logit_noise: float = 0.0
+    """Deviation of the noise on the policy's logits."""
+    score_noise: float = 0.0
+    """Deviation of the noise on the router's scores."""
+    tau_rank: float = 0.2
+    tau_sel: float = 0.1
+
+
+@dataclass
+class Carried:
+    """Tokens that stay reduced between the two layers of a pair."""
+
+    reduction: Reduction
+    base: Tensor = field(repr=False)
+
+
+class ShivaMethod(Method):
+    """Router, ratio policy and its compiled table at work."""
+
+    needs_signals = True
+
+    def __init__(self, config: Shiva, spec: BackboneSpec):
+        super().__init__()
+        outside = [layer for layer in config.dense if not 0 <= layer < spec.layers]
+        if outside:
+            raise ValueError(f"dense={config.dense} names layer {outside[0]}, but {spec.name} has {spec.layers}")
+        self.config, self.spec = config, spec
+        self.guidance = config.guidance
+        self.routers = RouterBank(
+            spec.width,
+            spec.time_width,
+            spec.prompt_width,
+            spec.layers,
+            config.sharing,
+            config.bottleneck,
+            config.signals,
+        )
+        target = 0.6 if config.budget is None else config.budget
+        self.policy = POLICIES[config.policy](spec.layers, target)
+        self.schedule = RatioSchedule.flat(target, spec.layers, config.dense)
+        self.exploration = Exploration()
+        self._tables: dict[tuple[int, tuple[float, ...] | None], list[list[int]]] = {}
+        self.eval()
+
+    def extra_repr(self) -> str:
+        return f"{self.spec.name}, {self.spec.layers} layers of width {self.spec.width}"
+
+    def __repr__(self) -> str:
+        return f"Shiva({self.extra_repr()})"
+
+    def set_schedule(self, schedule: RatioSchedule) -> None:
+        """Use another table, as a policy compiles to one."""
+        if schedule.layers != self.spec.layers:
+            raise ValueError(f"the schedule is for {schedule.layers} layers; {self.spec.name} has {self.spec.layers}")
+        self.schedule = schedule
+        self._tables.clear()
+
+    def selects(self, site: Place) -> bool:
+        return site.kind == "block" and site.layer not in self.schedule.dense
+
+    # -- how many ------------------------------------------------------------------------------------
+
+    def plan(self, ctx: StepContext, timesteps: list[float] | None) -> tuple[int, ...]:
+        if self.training:
+            ratios = self.training_ratios(ctx)
+            ctx.memory["ratios"] = ratios
+            return tuple(token_count(r, ctx.tokens) for r in ratios.tolist())
+        key = (ctx.tokens, None if timesteps is None else tuple(timesteps))
+        if key not in self._tables:
+            self._tables[key] = self._table(ctx, timesteps)
+        table = self._tables[key]
+        row = ctx.step if timesteps is not None else self.schedule.row(ctx.timestep)
+        return tuple(table[row])
+
+    def _table(self, ctx: StepContext, timesteps: Sequence[float] | None) -> list[list[int]]:
+        """Counts for a run: the schedule at the run's own timesteps, brought to the budget there."""
+        config, schedule = self.config, self.schedule
+        if timesteps is not None:
+            schedule = schedule.resample(timesteps)
+        if config.budget is not None:
+            schedule = schedule.shift(config.budget)
+        elif config.flops is not None:
+            schedule = schedule.shift(flops=config.flops, cost=ctx.cost())
+        counts = schedule.bucket(config.bucket, ctx.tokens) if config.bucket else schedule.counts(ctx.tokens)
+        return [self._pair_counts(row) for row in counts] if config.share_pairs else counts
+
+    def _pair_counts(self, row: list[int]) -> list[int]:
+        """Both layers of a pair run on the mean of their counts."""
+        row = list(row)
+        for first in range(0, len(row) - 1, 2):
+            if self.paired(first):
+                row[first] = row[first + 1] = (row[first] + row[first + 1]) // 2
+        return row
+
+    def paired(self, first: int) -> bool:
+        """Whether `first` and the layer after it form a pair of reduced layers."""
+        both = {first, first + 1}
+        return first % 2 == 0 and first + 1 < self.spec.layers and not both & self.schedule.dense
+
+    def training_ratios(self, ctx: StepContext) -> Tensor:
+        """Continuous keep ratios (L,) of this step, with the gradient to the policy."""
+        how = self.exploration
+        device = self.policy.anchor.device
+        if how.ratio is not None:
+            ratios = torch.full((self.spec.layers,), how.ratio, device=device)
+        else:
+            ratios = self.policy(torch.tensor([ctx.timestep], device=device), how.logit_noise)[0]
+        dense = torch.zeros_like(ratios, dtype=torch.bool)
+        dense[sorted(self.schedule.dense)] = True
+        return torch.where(dense, 1.0, ratios)
+
+    # -- which ---------------------------------------------------------------------------------------
+
+    def scores(self, x: Tensor, layer: int, ctx: StepContext) -> Tensor:
+        """Router scores (B, N) of tokens x (B, N, D)."""
+        return self.routers(x, ctx.time_embedding, ctx.prompt, layer)
+
+    def select(self, x: Tensor, layer: int, ctx: StepContext) -> Selection:
+        """The tokens a layer runs on; the second call of sequential guidance takes the first's."""
+        key = ("selection", layer)
+        if ctx.branch and self.guidance != "per-sample" and key in ctx.memory:
+            return ctx.memory[key]
+        with ctx.phase("router"):
+            scores = self.scores(x, layer, ctx)
+        with ctx.phase("sort"):
+            if self.training:
+                how = self.exploration
+                scores = perturb(scores, how.score_noise)
+                budget = ctx.memory["ratios"][layer] * ctx.tokens
+                return select_tokens(scores, ctx.counts[layer], budget, how.tau_rank, how.tau_sel)
+            scores = unify_guidance(scores, self.guidance, ctx)
+            selection = select_tokens(scores, ctx.counts[layer])
+        ctx.memory[key] = selection
+        return selection
+
+    def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
+        tokens = x.shape[1]
+        if not self.training:
+            if ctx.counts[site.layer] >= tokens:
+                return None
+            return select(self.select(x, site.layer, ctx).indices, tokens)
+        selection = self.select(x, site.layer, ctx)
+        if self.config.estimator == "input":
+            return input_gated(selection, tokens)
+        teacher = None if ctx.teacher is None else ctx.teacher.updates.get(site.layer)
+        return output_gated(selection, x, self.config.guess, teacher)  # type: ignore[arg-type]
+
+    # -- pairs ---------------------------------------------------------------------------------------
+
+    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+        if self.training or not self.config.share_pairs:
+            return super().around(run, x, base, site, ctx)
+        carried: Carried | None = ctx.memory.pop("carried", None)
+        if carried is not None:
+            out = run(x, carried.reduction)
+            with ctx.phase("scatter"):
+                return out._replace(image=carried.reduction.restore(out.image, carried.base))
+        if not self.paired(site.layer) or not ctx.blocks_adjoin:
+            return super().around(run, x, base, site, ctx)
+        reduction = self.reduction(x, site, ctx)
+        if reduction is None:
+            return run(x, None)
+        ctx.memory["carried"] = Carried(reduction, base)
+        with ctx.phase("gather"):
+            reduced = reduction.reduce(x)
+        return run(reduced, reduction)

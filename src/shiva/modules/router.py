@@ -1,0 +1,100 @@
+"""The context-aware token router (paper sec. 3.3): one score a token, from its features and three signals."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shiva.core.options import choice
+
+SIGNALS = ("time", "prompt", "layer")
+
+
+class ContextRouter(nn.Module):
+    """s_i = w . LayerNorm(SiLU(Proj_x x_i + h_ctx)), h_ctx = Proj_t t + Proj_p c + Proj_l l.
+
+    The layer signal is a learned embedding, so that a router shared by several layers can tell them apart.
+    Weights stay in float32 and are cast to the tokens' dtype; scores are float32.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        time_width: int,
+        prompt_width: int,
+        layers: int,
+        bottleneck: int = 64,
+        signals: tuple[str, ...] = SIGNALS,
+    ):
+        super().__init__()
+        for signal in signals:
+            choice("signal", signal, SIGNALS)
+        self.proj_x = nn.Linear(width, bottleneck)
+        self.proj_t = nn.Linear(time_width, bottleneck, bias=False) if "time" in signals else None
+        self.proj_p = nn.Linear(prompt_width, bottleneck, bias=False) if "prompt" in signals else None
+        self.layer = nn.Embedding(layers, bottleneck) if "layer" in signals else None
+        self.proj_l = nn.Linear(bottleneck, bottleneck, bias=False) if "layer" in signals else None
+        self.norm = nn.LayerNorm(bottleneck)
+        self.score = nn.Linear(bottleneck, 1, bias=False)
+
+    def context(self, time: Tensor | None, prompt: Tensor | None, member: int) -> Tensor:
+        """h_ctx (B or 1, bottleneck) in float32."""
+        context = self.proj_x.bias.float()[None]
+        if self.proj_t is not None:
+            assert time is not None
+            context = context + self.proj_t(time.float())
+        if self.proj_p is not None:
+            assert prompt is not None
+            context = context + self.proj_p(prompt.float())
+        if self.layer is not None and self.proj_l is not None:
+            context = context + self.proj_l(self.layer.weight[member])
+        return context
+
+    def forward(self, x: Tensor, time: Tensor | None, prompt: Tensor | None, member: int) -> Tensor:
+        """Scores (B, N) of tokens x (B, N, D); `member` is the layer's place among those sharing the router."""
+        context = self.context(time, prompt, member)
+        hidden = F.linear(x, self.proj_x.weight.to(x.dtype)).float() + context[:, None]  # (B, N, bottleneck)
+        return self.score(self.norm(F.silu(hidden))).squeeze(-1)
+
+
+def group_size(sharing: str, layers: int) -> int:
+    """Layers per router: "pairwise", "global", "independent", or "groups-n"."""
+    sizes = {"pairwise": 2, "global": layers, "independent": 1}
+    if sharing in sizes:
+        return sizes[sharing]
+    prefix, _, number = sharing.partition("-")
+    if prefix == "groups" and number.isdigit() and int(number) > 0:
+        return int(number)
+    raise ValueError(f"sharing={sharing!r} is unknown; pass 'pairwise', 'global', 'independent' or 'groups-n'")
+
+
+class RouterBank(nn.Module):
+    """One router per group of adjacent layers."""
+
+    def __init__(
+        self,
+        width: int,
+        time_width: int,
+        prompt_width: int,
+        layers: int,
+        sharing: str = "pairwise",
+        bottleneck: int = 64,
+        signals: tuple[str, ...] = SIGNALS,
+    ):
+        super().__init__()
+        self.size = group_size(sharing, layers)
+        groups = -(-layers // self.size)
+        self.routers = nn.ModuleList(
+            ContextRouter(width, time_width, prompt_width, min(self.size, layers), bottleneck, signals)
+            for _ in range(groups)
+        )
+
+    def forward(self, x: Tensor, time: Tensor | None, prompt: Tensor | None, layer: int) -> Tensor:
+        """Scores (B, N) of tokens x (B, N, D) at a layer."""
+        return self.routers[layer // self.size](x, time, prompt, layer % self.size)
+
+
+def perturb(scores: Tensor, sigma: float) -> Tensor:
+    """Exploration in training: both the hard selection and the soft rank see the perturbed scores."""
+    return scores + sigma * torch.randn_like(scores) if sigma > 0 else scores

@@ -1,0 +1,182 @@
+"""RatioSchedule: the ratio policy as a look-up table over [steps, layers], which inference reads alone."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from shiva.core.cost import CostModel
+from shiva.core.options import share
+from shiva.modules.policy import RatioPolicy
+from shiva.modules.topk import token_count
+
+GRID = tuple(float(t) for t in range(1000, -1, -20))
+"""Timesteps a policy is tabulated at, fine enough to interpolate for any scheduler and step count."""
+
+LARGEST_LOGIT = 30.0
+
+
+@dataclass(frozen=True)
+class RatioSchedule:
+    """Keep ratios sigmoid(logits + bias) by timestep and layer; dense layers are not reduced at all.
+
+    Every operation returns a new schedule. The mean keep is over the reduced layers and all steps.
+    """
+
+    timesteps: tuple[float, ...]
+    """Descending, in the scheduler's units (1000 is noise)."""
+    logits: Tensor
+    """(steps, layers), float64."""
+    bias: float = 0.0
+    dense: frozenset[int] = field(default_factory=lambda: frozenset({0}))
+    """Layers that are never reduced; the paper bypasses the first block."""
+
+    def __post_init__(self) -> None:
+        if self.logits.shape[0] != len(self.timesteps):
+            raise ValueError(
+                f"the table has {self.logits.shape[0]} rows for {len(self.timesteps)} timesteps; they must agree"
+            )
+        if list(self.timesteps) != sorted(self.timesteps, reverse=True):
+            raise ValueError("timesteps must descend from noise to image")
+        if not self.reduced:
+            raise ValueError(f"all {self.layers} layers are dense; leave at least one to be reduced")
+
+    @classmethod
+    def flat(cls, keep: float, layers: int, dense: Sequence[int] = (0,)) -> RatioSchedule:
+        """The same ratio at every reduced layer and step."""
+        logits = torch.zeros(1, layers, dtype=torch.float64)
+        return cls((1000.0,), logits, dense=frozenset(dense)).shift(keep)
+
+    @classmethod
+    @torch.no_grad()
+    def compile(
+        cls, policy: RatioPolicy, timesteps: Sequence[float] = GRID, dense: Sequence[int] = (0,)
+    ) -> RatioSchedule:
+        """Tabulate a policy at the timesteps of a scheduler; without any, on a grid fit for all of them."""
+        rows = torch.tensor(list(timesteps), dtype=torch.float32, device=policy.anchor.device)
+        return cls(tuple(rows.tolist()), policy.logits(rows).double().cpu(), dense=frozenset(dense))
+
+    @property
+    def layers(self) -> int:
+        return self.logits.shape[1]
+
+    @property
+    def reduced(self) -> list[int]:
+        return [layer for layer in range(self.layers) if layer not in self.dense]
+
+    def ratios(self) -> Tensor:
+        """Keep ratios (steps, layers); 1 at dense layers."""
+        ratios = torch.sigmoid(self.logits + self.bias)
+        ratios[:, sorted(self.dense)] = 1.0
+        return ratios
+
+    @property
+    def mean_keep(self) -> float:
+        return float(self.ratios()[:, self.reduced].mean())
+
+    def counts(self, tokens: int) -> list[list[int]]:
+        """Tokens kept (steps, layers) of N: floor(N * r), at least 1."""
+        return [[token_count(r, tokens) for r in row] for row in self.ratios().tolist()]
+
+    def resample(self, timesteps: Sequence[float]) -> RatioSchedule:
+        """The same schedule at other timesteps, logits interpolated linearly in time."""
+        known, order = self.timesteps[::-1], torch.arange(len(self.timesteps)).flip(0)
+        rows = []
+        for t in timesteps:
+            right = min(max(bisect_left(known, t), 1), len(known) - 1) if len(known) > 1 else 0
+            left = max(right - 1, 0)
+            span = known[right] - known[left]
+            weight = min(max((t - known[left]) / span, 0.0), 1.0) if span else 0.0
+            rows.append(torch.lerp(self.logits[order[left]], self.logits[order[right]], weight))
+        return replace(self, timesteps=tuple(float(t) for t in timesteps), logits=torch.stack(rows))
+
+    def shift(
+        self, budget: float | None = None, *, flops: float | None = None, cost: CostModel | None = None
+    ) -> RatioSchedule:
+        """The one bias that brings the mean keep to `budget`, or the true FLOPs to a share of dense.
+
+        The shape of the schedule stays: more budget moves every logit by the same amount.
+        """
+        if (budget is None) == (flops is None):
+            raise ValueError("pass either a budget (mean keep) or flops (share of dense FLOPs), not both")
+        if budget is not None:
+            target = share("budget", budget)
+            return self._solve(lambda schedule: schedule.mean_keep, target)
+        assert flops is not None
+        if cost is None:
+            raise ValueError("flops= needs cost=, the prices of this model's layers: session.cost_model()")
+        target = share("flops", flops)
+        tokens = cost.tokens
+
+        def measured(schedule: RatioSchedule) -> float:
+            return cost.share((schedule.ratios() * tokens).tolist())
+
+        lowest = measured(replace(self, bias=-LARGEST_LOGIT - float(self.logits.max())))
+        if target < lowest:
+            raise ValueError(
+                f"flops={flops} cannot be reached: with every reduced layer empty {lowest:.3f} of the dense FLOPs "
+                "remain; pass more, or let fewer layers be dense"
+            )
+        return self._solve(measured, target)
+
+    def _solve(self, measure: object, target: float) -> RatioSchedule:
+        assert callable(measure)
+        low = -LARGEST_LOGIT - float(self.logits.max())
+        high = LARGEST_LOGIT - float(self.logits.min())
+        if target >= 1.0:
+            return replace(self, bias=math.inf)
+        for _ in range(80):
+            middle = (low + high) / 2
+            if measure(replace(self, bias=middle)) < target:
+                low = middle
+            else:
+                high = middle
+        return replace(self, bias=(low + high) / 2)
+
+    def bucket(self, multiple: int, tokens: int) -> list[list[int]]:
+        """Counts rounded to a multiple, such that the total stays that of the exact ratios.
+
+        Each count takes the multiple below; the largest remainders are then rounded up until the sum is met.
+        """
+        if multiple < 1 or multiple > tokens:
+            raise ValueError(f"multiple={multiple} must be between 1 and the {tokens} image tokens")
+        exact = self.ratios()[:, self.reduced] * tokens / multiple
+        ceiling = tokens // multiple
+        below = exact.floor().clamp(1, ceiling)
+        missing = round(float(exact.sum() - below.sum()))
+        remainders = (exact - below).masked_fill(below >= ceiling, -1.0).flatten()
+        raise_at = remainders.argsort(descending=True, stable=True)[: max(missing, 0)]
+        raised = below.flatten()
+        raised[raise_at[remainders[raise_at] > 0]] += 1
+        counts = torch.full(self.logits.shape, tokens, dtype=torch.long)
+        counts[:, self.reduced] = (raised.view_as(below) * multiple).long()
+        return counts.tolist()
+
+    def row(self, timestep: float) -> int:
+        """Index of the row nearest to a timestep; the first where it is not known."""
+        if timestep != timestep:
+            return 0
+        return min(range(len(self.timesteps)), key=lambda i: abs(self.timesteps[i] - timestep))
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors for a safetensors file."""
+        return {
+            "timesteps": torch.tensor(self.timesteps, dtype=torch.float64),
+            "logits": self.logits.clone(),
+            "bias": torch.tensor(self.bias, dtype=torch.float64),
+            "dense": torch.tensor(sorted(self.dense), dtype=torch.long),
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Tensor]) -> RatioSchedule:
+        return cls(
+            tuple(state["timesteps"].tolist()),
+            state["logits"].double(),
+            float(state["bias"]),
+            frozenset(state["dense"].tolist()),
+        )

@@ -1,0 +1,84 @@
+"""Telling sampling runs, steps and guidance branches apart from nothing but the transformer's calls."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def read_timestep(timestep: Tensor) -> float:
+    """The call's timestep on the host; NaN where there is no value to read (meta and fake tensors)."""
+    if timestep.is_meta or type(timestep).__name__ == "FakeTensor":
+        return float("nan")
+    return float(timestep.reshape(-1)[0])
+
+
+@dataclass
+class Run:
+    """One sampling run: what methods carry from step to step, and whether its batch is a guidance pair."""
+
+    memory: dict[Any, Any] = field(default_factory=dict)
+    paired: bool = False
+    step: int = 0
+    branch: int = 0
+
+
+class RunTracker:
+    """Follows the calls of one transformer.
+
+    Timesteps fall within a run. So a higher one, or the same one with other latents, begins a new run;
+    the same one with the very same latents tensor is the other branch of sequential guidance; and a new
+    `scheduler.timesteps` tensor is a new run whatever its values.
+    """
+
+    def __init__(self, guidance: str) -> None:
+        self.guidance = guidance
+        self.run = Run()
+        self._timestep = float("nan")
+        self._shape: torch.Size | None = None
+        self._latents: weakref.ref[Tensor] | None = None
+        self._schedule: weakref.ref[Tensor] | None = None
+        self._timesteps: list[float] | None = None
+
+    def follow(self, timestep: float, latents: Tensor, schedule: Tensor | None) -> tuple[Run, list[float] | None]:
+        """Place this call in its run; also the scheduler's timesteps, read once a run."""
+        rescheduled = schedule is not None and (self._schedule is None or self._schedule() is not schedule)
+        if rescheduled:
+            assert schedule is not None
+            self._schedule, self._timesteps = weakref.ref(schedule), schedule.tolist()
+        elif schedule is None:
+            self._schedule = self._timesteps = None
+        same_latents = self._latents is not None and self._latents() is latents
+        again = timestep == self._timestep
+        if rescheduled or not (timestep < self._timestep or (again and same_latents)):
+            self.run = Run(paired=self._pairs(latents))
+        elif again:
+            self.run.branch += 1
+        else:
+            self.run.step += 1
+            self.run.branch = 0
+            if latents.shape != self._shape:
+                self.run.paired = self._pairs(latents)
+        if self._timesteps is not None and timestep == timestep:
+            self.run.step = nearest(self._timesteps, timestep)
+        self._timestep, self._shape, self._latents = timestep, latents.shape, weakref.ref(latents)
+        return self.run, self._timesteps
+
+    def _pairs(self, latents: Tensor) -> bool:
+        """Whether the batch is two guidance halves: as told, or because both halves hold the same latents."""
+        if self.guidance != "auto":
+            if self.guidance == "batched" and latents.shape[0] % 2:
+                raise ValueError(f"guidance='batched' needs an even batch, got {latents.shape[0]}")
+            return self.guidance == "batched"
+        if latents.shape[0] % 2 or latents.is_meta:
+            return False
+        first, second = latents.chunk(2)
+        return torch.equal(first, second)
+
+
+def nearest(values: list[float], value: float) -> int:
+    return min(range(len(values)), key=lambda i: abs(values[i] - value))

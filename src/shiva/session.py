@@ -1,0 +1,411 @@
+"""attach / detach: the only module that knows both a backbone and a method."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from diffusers.hooks import HookRegistry, ModelHook
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+from shiva.backbones.base import Backbone, Call, Site, backbone_of, bind, parameter_names
+from shiva.checkpoint import ShivaCheckpoint, remove_adapter
+from shiva.core import options
+from shiva.core.context import Clock, StepContext, Tape
+from shiva.core.cost import ZERO, CostModel, Flops, SiteCost, count
+from shiva.core.method import Method, MethodConfig
+from shiva.core.reduction import Reduction, Streams
+from shiva.runs import RunTracker, read_timestep
+from shiva.summary import StepRecord, Summary
+
+HOOK = "shiva"
+GUIDANCE = ("auto", "batched", "sequential", "none")
+
+REFUSED_HOOKS = {
+    "pyramid_attention_broadcast": "Pyramid Attention Broadcast",
+    "faster_cache_denoiser": "FasterCache",
+    "faster_cache_block": "FasterCache",
+    "taylorseer_cache": "TaylorSeer",
+}
+REFUSED_PIPELINES = ("FluxKontextPipeline", "FluxKontextInpaintPipeline")
+
+
+class RootHook(ModelHook):
+    """Around the transformer: reads timestep, prompt and grid once, before any block runs."""
+
+    def __init__(self, session: Session):
+        super().__init__()
+        self.session = session
+
+    @torch.compiler.disable(recursive=False)
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        forward = self.fn_ref.original_forward
+        if not self.session.enabled:
+            return forward(*args, **kwargs)
+        return self.session._step(forward, args, kwargs)
+
+
+class SiteHook(ModelHook):
+    """Around a block, attention or FFN: hands its image tokens to the method."""
+
+    def __init__(self, session: Session, site: Site):
+        super().__init__()
+        self.session = session
+        self.site = site
+        self.acts = session.method.selects(site)
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        session, site, forward = self.session, self.site, self.fn_ref.original_forward
+        ctx, tape = session.ctx, session._tape
+        if not session.enabled or ctx is None:
+            if session._probe is not None:
+                session._probe[site.name] = site.bind(args, kwargs)
+            output = forward(*args, **kwargs)
+            if tape is not None and site.kind == "block":
+                before = site.bind(args, kwargs)[site.image]
+                session._record(tape, site, before, site.unpack(output).image)
+            return output
+
+        call = site.bind(args, kwargs)
+        x = site.image_of(call, ctx)
+        if site.kind == "block":
+            session.method.observe(x, site, ctx)
+
+        def run(image: Tensor, reduction: Reduction | None) -> Streams:
+            ctx.kept[site.name] = image.shape[1]
+            return site.run(forward, call, image, reduction, ctx)
+
+        streams = session.method.around(run, x, site.base_of(x), site, ctx) if self.acts else run(x, None)
+        if tape is not None and site.kind == "block":
+            session._record(tape, site, x, streams.image)
+        return site.pack(streams)
+
+
+class Session:
+    """A method at work in a transformer. Also a context manager that detaches at its end."""
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        backbone: Backbone,
+        method: Method,
+        pipeline: Any = None,
+        guidance: str = "auto",
+        adapter: str | None = None,
+    ):
+        self.transformer = transformer
+        self.backbone = backbone
+        self.method = method
+        self.pipeline = pipeline
+        self.spec = backbone.spec(transformer)
+        self.enabled = True
+        self.ctx: StepContext | None = None
+        self.stats: list[StepRecord] = []
+        """One record per transformer call of the current sampling run."""
+        self.teacher: Tape | None = None
+        """A dense pass of the coming batch, which training sets; methods find it in their context."""
+        self._adapter = adapter
+        self._clock = Clock()
+        self._tape: Tape | None = None
+        self._tracker = RunTracker(options.choice("guidance", guidance, GUIDANCE))
+        self._names = parameter_names(transformer)
+        self._example: Call | None = None
+        self._probe: dict[str, Call] | None = None
+        self._compiled: Callable[..., Any] | None = None
+        self._hooked: list[nn.Module] = []
+        method.to(next(transformer.parameters()).device)
+        self._attach()
+
+    # -- hooks ---------------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        sites = self.backbone.sites(self.transformer)
+        acting = [site for site in sites if self.method.selects(site)]
+        if not acting:
+            raise ValueError(
+                f"{type(self.method).__name__} matches none of the {len(sites)} sites of "
+                f"{self.spec.name} ({self.spec.layers} layers); widen its layers or sites"
+            )
+        try:
+            for site in sites:
+                if site.kind == "block" or site in acting:
+                    self._register(site.module, SiteHook(self, site))
+            self._register(self.transformer, RootHook(self))
+        except BaseException:
+            self.detach()
+            raise
+
+    def _register(self, module: nn.Module, hook: ModelHook) -> None:
+        HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK)
+        self._hooked.append(module)
+
+    def detach(self) -> None:
+        """Remove every trace of the session; the pipeline computes exactly as before it."""
+        for module in reversed(self._hooked):
+            registry = HookRegistry.check_if_exists_or_initialize(module)
+            registry.remove_hook(HOOK, recurse=False)
+            if not registry.hooks:
+                module.__dict__.pop("forward", None)
+                del module._diffusers_hook
+        self._hooked.clear()
+        if self._adapter is not None:
+            remove_adapter(self.transformer, self._adapter)
+            self._adapter = None
+
+    @property
+    def attached(self) -> bool:
+        return bool(self._hooked)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[Session]:
+        """Run dense inside this context: the teacher of training, or a reference image."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield self
+        finally:
+            self.enabled = before
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[Tape]:
+        """Collect every block's output and update inside this context, dense or reduced."""
+        before, self._tape = self._tape, Tape()
+        try:
+            yield self._tape
+        finally:
+            self._tape = before
+
+    @staticmethod
+    def _record(tape: Tape, site: Site, before: Tensor, after: Tensor) -> None:
+        tape.outputs[site.layer] = after
+        if after.shape == before.shape:
+            tape.updates[site.layer] = after - before
+
+    # -- one transformer call ------------------------------------------------------------------------
+
+    def _step(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = bind(self._names, args, kwargs)
+        self._example = tree_map(to_meta, call)
+        self.ctx = ctx = self._context(call)
+        self.method.begin_step(ctx)
+        output = (self._compiled or forward)(*args, **kwargs)
+        self.method.end_step(output[0], ctx)
+        self.stats.append(StepRecord(ctx.timestep, ctx.tokens, dict(ctx.kept)))
+        return output
+
+    def _context(self, call: Call) -> StepContext:
+        around = self.backbone.surroundings(self.transformer, call)
+        latents = call[self.backbone.latents]
+        timestep = read_timestep(around.timestep)
+        scheduler = getattr(self.pipeline, "scheduler", None)
+        previous = self._tracker.run
+        run, timesteps = self._tracker.follow(timestep, latents, getattr(scheduler, "timesteps", None))
+        if run is not previous:
+            self.stats = []
+        ctx = StepContext(
+            grid=around.grid,
+            timestep=timestep,
+            step=run.step,
+            steps=None if timesteps is None else len(timesteps),
+            text_tokens=around.text_tokens,
+            guidance_pairs=run.paired,
+            branch=run.branch,
+            run=run.memory,
+            blocks_adjoin=call.get("block_controlnet_hidden_states") is None,
+            cost=self.cost_model,
+            teacher=self.teacher,
+            clock=self._clock if latents.device.type == "cpu" else None,
+        )
+        if run.branch and self.ctx is not None:
+            ctx.memory = self.ctx.memory
+        self._move_method(latents.device)
+        if self.method.needs_signals:
+            with ctx.phase("signals"):
+                ctx.time_embedding, ctx.prompt = self.backbone.signals(self.transformer, call)
+        with ctx.phase("lookup"):
+            ctx.counts = self.method.plan(ctx, timesteps)
+        return ctx
+
+    def _move_method(self, device: torch.device) -> None:
+        """Follow a transformer that offloading has moved; weights on the meta device would be lost."""
+        parameter = next(self.method.parameters(), None)
+        if parameter is not None and parameter.device != device and device.type != "meta":
+            self.method.to(device)
+
+    # -- compiling -----------------------------------------------------------------------------------
+
+    def compile(self, *, fullgraph: bool = True, dynamic: bool = False, **options: Any) -> Session:
+        """Compile the transformer with `torch.compile`, the session's bookkeeping outside the graph.
+
+        Token counts are static, so there is one graph per distinct row of the schedule; round them with
+        `bucket` if the rows are many. With `dynamic=True` one graph serves all counts.
+        """
+        registry = HookRegistry.check_if_exists_or_initialize(self.transformer)
+        hook = registry.get_hook(HOOK)
+        if hook is None:
+            raise RuntimeError("the session is detached; attach again before compiling")
+        forward = hook.fn_ref.original_forward
+        compiled = torch.compile(forward, fullgraph=fullgraph, dynamic=dynamic, **options)
+
+        @functools.wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
+                return compiled(*args, **kwargs)
+
+        self._compiled = call
+        return self
+
+    # -- accounting ----------------------------------------------------------------------------------
+
+    def cost_model(self) -> CostModel:
+        """FLOPs of each block at any number of image tokens, at the shapes of the latest call."""
+        blocks = [site for site in self.backbone.sites(self.transformer) if site.kind == "block"]
+        dense, costs = self._price(blocks)
+        tokens = self._tokens()
+        layers = tuple(costs[site.name] for site in blocks)
+        inside = sum((cost(tokens) for cost in layers), ZERO)
+        return CostModel(outside=dense - inside, layers=layers, tokens=tokens)
+
+    def _tokens(self) -> int:
+        assert self._example is not None
+        rows, columns = self.backbone.surroundings(self.transformer, self._example).grid
+        return rows * columns
+
+    def _price(self, sites: list[Site]) -> tuple[Flops, dict[str, SiteCost]]:
+        """FLOPs of the latest call run dense, and of each site by its number of tokens.
+
+        Everything runs on the meta device with the shapes of that call, so nothing is computed.
+        """
+        if self._example is None:
+            raise RuntimeError("no call has been seen yet; run the pipeline once, then ask for its cost")
+        example = self._example
+        text_tokens = self.backbone.surroundings(self.transformer, example).text_tokens
+        shapes = StepContext(grid=(0, 0), timestep=0.0, text_tokens=text_tokens)
+        self._probe = {}
+        try:
+            with self.disabled():
+                dense = count(lambda: meta_call(self.transformer, **example))
+                costs = {site.name: site_cost(site, self._probe[site.name], shapes) for site in sites}
+        finally:
+            self._probe = None
+        return dense, costs
+
+    def summary(self) -> Summary:
+        """Kept tokens, keep ratio and FLOPs by layer and step of the current run, and where time went."""
+        acting = [s for s in self.backbone.sites(self.transformer) if self.method.selects(s)]
+        dense, costs = self._price(acting) if self.stats else (ZERO, {})
+        return Summary(
+            method=repr(self.method),
+            places=[(site.name, site.kind, site.layer) for site in acting],
+            steps=list(self.stats),
+            costs=costs,
+            dense=dense,
+            seconds=dict(self._clock.seconds),
+        )
+
+
+def to_meta(value: Any) -> Any:
+    return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
+
+
+def meta_call(module: nn.Module, **call: Any) -> Any:
+    """Call a module with its weights and arguments on the meta device: shapes only, nothing computed."""
+    weights = {name: to_meta(p) for name, p in [*module.named_parameters(), *module.named_buffers()]}
+    with torch.device("meta"):
+        return functional_call(module, weights, kwargs=call)
+
+
+def site_cost(site: Site, call: Call, shapes: StepContext) -> SiteCost:
+    """The FLOPs of a site as a function of its image tokens, from three lengths on the meta device."""
+    batch, _, width = site.image_of(call, shapes).shape
+
+    def flops_at(tokens: int) -> Flops:
+        image = torch.empty(batch, tokens, width, device="meta", dtype=call[site.image].dtype)
+        positions = torch.empty(batch, tokens, device="meta", dtype=torch.long)
+        same = Reduction(reduce=lambda x: x, restore=lambda x, base: x, positions=positions)
+        return count(lambda: site.run(functools.partial(meta_call, site.module), call, image, same, shapes))
+
+    return SiteCost.fit(flops_at)
+
+
+def transformer_of(target: Any) -> nn.Module:
+    """The transformer of a pipeline, or the module itself, without a torch.compile wrapper."""
+    transformer = target if isinstance(target, nn.Module) else getattr(target, "transformer", None)
+    if transformer is None:
+        raise TypeError(f"{type(target).__name__} has no transformer; pass a DiT pipeline or its transformer")
+    return getattr(transformer, "_orig_mod", transformer)
+
+
+def refuse_conflicts(target: Any, transformer: nn.Module) -> None:
+    if type(target).__name__ in REFUSED_PIPELINES:
+        raise TypeError(
+            f"{type(target).__name__} mixes reference-image tokens with the image's own; pruning would drop "
+            "parts of the reference; use FluxPipeline"
+        )
+    for name, module in transformer.named_modules():
+        registry = getattr(module, "_diffusers_hook", None)
+        for hook in getattr(registry, "hooks", {}):
+            if hook == HOOK:
+                raise RuntimeError("a Shiva session is already attached here; call its detach() first")
+            if hook in REFUSED_HOOKS:
+                raise RuntimeError(
+                    f"{REFUSED_HOOKS[hook]} caches attention outputs at {name or 'the transformer'}, which go "
+                    "wrong when the kept tokens change; call transformer.disable_cache() first"
+                )
+
+
+def attach(
+    target: Any,
+    method: str | Path | ShivaCheckpoint | MethodConfig | Method,
+    *,
+    guidance: str = "auto",
+    **overrides: Any,
+) -> Session:
+    """Make a pipeline (or bare transformer) run its blocks on fewer image tokens.
+
+    `method` is a trained checkpoint (path or hub id) or the config of any method; `overrides` change its
+    fields (`budget=0.6`, `keep=0.8`, ...). `guidance` says how classifier-free guidance is run: "batched"
+    halves, "sequential" calls, "none", or "auto", which looks. Returns the `Session`.
+    """
+    transformer = transformer_of(target)
+    backbone = backbone_of(transformer)
+    refuse_conflicts(target, transformer)
+    spec = backbone.spec(transformer)
+    if isinstance(method, (str, Path)):
+        method = ShivaCheckpoint.from_pretrained(str(method))
+    adapter = None
+    if isinstance(method, ShivaCheckpoint):
+        method.check(spec)
+        built: Method = method.method(**overrides)
+        adapter = method.add_adapter(transformer)
+    elif isinstance(method, MethodConfig):
+        built = options.replace(method, overrides).build(spec)
+    elif isinstance(method, Method):
+        if overrides:
+            raise ValueError(
+                f"a built {type(method).__name__} takes no options ({', '.join(overrides)}); pass its config"
+            )
+        built = method
+    else:
+        raise TypeError(f"cannot attach a {type(method).__name__}; pass a checkpoint path or a method config")
+    pipeline = None if isinstance(target, nn.Module) else target
+    try:
+        return Session(transformer, backbone, built, pipeline, guidance, adapter)
+    except BaseException:
+        if adapter is not None:
+            remove_adapter(transformer, adapter)
+        raise

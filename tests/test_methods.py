@@ -1,0 +1,119 @@
+"""What must hold for every method on every backbone it is defined on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from method_table import METHODS, Row
+from tiny import BACKBONES, Tiny
+from torch import Tensor, nn
+
+import shiva
+from shiva.session import Session
+
+PAIRS = [(m, b) for m, row in METHODS.items() for b in row.backbones]
+SQUARE_ONLY = {"dit"}  # DiTTransformer2DModel itself only unpatchifies squares
+ON_GRIDS = [(m, b, g) for m, b in PAIRS for g in [(8, 8), (6, 10), (7, 9)] if g[0] == g[1] or b not in SQUARE_ONLY]
+PER_SAMPLE = [(m, b) for m, b in PAIRS if getattr(METHODS[m].on, "guidance", "per-sample") != "shared"]
+TRAINED = [(m, b) for m, b in PAIRS if METHODS[m].differentiable]
+
+
+def output(model: nn.Module, call: dict[str, Any]) -> Tensor:
+    with torch.no_grad():
+        return model(**call)[0]
+
+
+def text_outputs(model: Any, session: Session | None, call: dict[str, Any]) -> list[Tensor]:
+    """What every block returns as text, in order."""
+    seen: list[Tensor] = []
+    blocks = [*model.transformer_blocks, *getattr(model, "single_transformer_blocks", [])]
+
+    def note(module: nn.Module, args: Any, result: Any) -> None:
+        if isinstance(result, tuple) and result[0] is not None:
+            seen.append(result[0])
+
+    handles = [block.register_forward_hook(note) for block in blocks]
+    output(model, call)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize(("method", "backbone"), PAIRS)
+def test_switched_off_is_bit_identical_and_detach_leaves_no_trace(method: str, backbone: str) -> None:
+    tiny, row = BACKBONES[backbone], METHODS[method]
+    model, call = tiny.make(), tiny.call(2, 8, 8)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    dense, dense_text = output(model, call), text_outputs(model, None, call)
+
+    session = shiva.attach(model, row.off)
+    assert torch.equal(output(model, call), dense)
+    assert all(torch.equal(a, b) for a, b in zip(text_outputs(model, session, call), dense_text, strict=True))
+    session.detach()
+
+    with shiva.attach(model, row.on):
+        assert not torch.equal(output(model, call), dense)
+    assert torch.equal(output(model, call), dense)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+
+
+@pytest.mark.parametrize(("method", "backbone", "grid"), ON_GRIDS)
+def test_realised_counts_are_the_declared_ones_on_any_grid(method: str, backbone: str, grid: tuple[int, int]) -> None:
+    tiny, row = BACKBONES[backbone], METHODS[method]
+    model, tokens = tiny.make(), grid[0] * grid[1]
+    with shiva.attach(model, row.on) as session:
+        result = output(model, tiny.call(2, *grid))
+        assert result.isfinite().all()
+        record = session.stats[-1]
+        assert record.tokens == tokens
+        assert any(kept < tokens for kept in record.kept.values())
+        if row.kept is not None:
+            for site in session.backbone.sites(model):
+                if site.name in record.kept:
+                    assert record.kept[site.name] == row.kept(site.kind, site.layer, tokens), site.name
+
+
+@pytest.mark.parametrize(("method", "backbone"), PER_SAMPLE)
+def test_a_batch_of_different_samples_equals_single_runs(method: str, backbone: str) -> None:
+    """Holds where the guidance policy leaves samples alone: nothing may leak from one sample to another."""
+    tiny, row = BACKBONES[backbone], METHODS[method]
+    model, call = tiny.make(), tiny.call(2, 8, 8)
+    torch.manual_seed(0)
+    with shiva.attach(model, row.on, guidance="none"):
+        together = output(model, call)
+        singles = [output(model, sample(call, i)) for i in range(2)]
+    torch.testing.assert_close(together, torch.cat(singles), rtol=1e-4, atol=1e-5)
+
+
+def sample(call: dict[str, Any], index: int) -> dict[str, Any]:
+    """One sample of a batched call; ids have no batch axis."""
+    return {
+        key: value[index : index + 1] if isinstance(value, Tensor) and not key.endswith("_ids") else value
+        for key, value in call.items()
+    }
+
+
+@pytest.mark.parametrize(("method", "backbone"), TRAINED)
+def test_gradient_checkpointing_gives_the_same_gradients(method: str, backbone: str) -> None:
+    tiny, row = BACKBONES[backbone], METHODS[method]
+    plain = training_gradients(tiny, row, checkpointing=False)
+    checkpointed = training_gradients(tiny, row, checkpointing=True)
+    assert plain.keys() == checkpointed.keys()
+    assert any(gradient.abs().max() > 0 for gradient in plain.values())
+    for name, gradient in plain.items():
+        torch.testing.assert_close(checkpointed[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def training_gradients(tiny: Tiny, row: Row, checkpointing: bool) -> dict[str, Tensor]:
+    model = tiny.make().requires_grad_(False)
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    torch.manual_seed(0)
+    with shiva.attach(model, row.on, guidance="none") as session:
+        session.method.train()
+        call = tiny.call(2, 8, 8)
+        call["hidden_states"].requires_grad_(True)
+        model(**call)[0].square().mean().backward()
+        return {n: p.grad for n, p in session.method.named_parameters() if p.grad is not None}
