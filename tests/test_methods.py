@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from method_table import METHODS, Row
-from tiny import BACKBONES, Tiny
 from torch import Tensor, nn
 
 import shiva
 from shiva.session import Session
+
+from method_table import METHODS, Row
+from tiny import BACKBONES, Tiny
 
 PAIRS = [(m, b) for m, row in METHODS.items() for b in row.backbones]
 SQUARE_ONLY = {"dit"}  # DiTTransformer2DModel itself only unpatchifies squares

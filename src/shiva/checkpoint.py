@@ -1,4 +1,4 @@
-"""ShivaCheckpoint: router, policy, table and DoRA adapter in one folder, on disk or on the hub."""
+"""ShivaCheckpoint: a trained method and its DoRA adapter in one folder, on disk or on the hub."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from shiva.core import options
-from shiva.core.method import BackboneSpec
-from shiva.methods.shiva import Shiva, ShivaMethod
-from shiva.modules.schedule import RatioSchedule
+from shiva.core.method import BackboneSpec, Method, MethodConfig
 
 FORMAT = 1
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "shiva.safetensors"
+TABLE = "table."
 ADAPTER_DIR = "adapter"
 ADAPTER_NAME = "shiva"
 
@@ -65,20 +64,20 @@ class Origin:
 
 
 class ShivaCheckpoint(ModelHubMixin, library_name="shiva-dit", tags=["diffusion", "token-pruning"]):
-    """A trained Shiva, ready for `shiva.attach(pipe, checkpoint)`."""
+    """A trained method, ready for `shiva.attach(pipe, checkpoint)`: Shiva, or a trained baseline."""
 
     def __init__(
         self,
-        shiva: Shiva,
+        method_config: MethodConfig,
         weights: dict[str, Tensor],
-        schedule: RatioSchedule,
+        tables: dict[str, Tensor],
         origin: Origin,
         adapter_config: dict[str, Any] | None = None,
         adapter_weights: dict[str, Tensor] | None = None,
     ):
-        self.shiva = shiva
+        self.method_config = method_config
         self.weights = weights
-        self.schedule = schedule
+        self.tables = tables
         self.origin = origin
         self.adapter_config = adapter_config
         self.adapter_weights = adapter_weights
@@ -86,19 +85,19 @@ class ShivaCheckpoint(ModelHubMixin, library_name="shiva-dit", tags=["diffusion"
     @classmethod
     def of(
         cls,
-        method: ShivaMethod,
+        method: Method,
         *,
         base_model: str | None = None,
+        budget: float | None = None,
         adapter_config: Mapping[str, Any] | None = None,
         adapter_weights: Mapping[str, Tensor] | None = None,
     ) -> ShivaCheckpoint:
         """The checkpoint of a method as it is now."""
         weights = {name: t.detach().cpu().contiguous() for name, t in method.state_dict().items()}
-        budget = method.config.budget if method.config.budget is not None else method.schedule.mean_keep
         return cls(
             method.config,
             weights,
-            method.schedule,
+            method.tables(),
             Origin(method.spec, base_model, budget),
             None if adapter_config is None else dict(adapter_config),
             None if adapter_weights is None else dict(adapter_weights),
@@ -108,15 +107,16 @@ class ShivaCheckpoint(ModelHubMixin, library_name="shiva-dit", tags=["diffusion"
 
     def _save_pretrained(self, save_directory: Path) -> None:
         folder = Path(save_directory)
-        table = {f"schedule.{name}": t for name, t in self.schedule.state().items()}
-        write_atomically(folder / WEIGHTS_FILE, save({**self.weights, **table}))
+        tables = {TABLE + name: tensor for name, tensor in self.tables.items()}
+        write_atomically(folder / WEIGHTS_FILE, save({**self.weights, **tables}))
         if self.adapter_config is not None and self.adapter_weights is not None:
             adapter = folder / ADAPTER_DIR
             write_atomically(adapter / "adapter_model.safetensors", save(self.adapter_weights))
             write_atomically(adapter / "adapter_config.json", to_json(self.adapter_config))
         description = {
             "format": FORMAT,
-            "method": dataclasses.asdict(self.shiva),
+            "method": type(self.method_config).__name__,
+            "options": dataclasses.asdict(self.method_config),  # type: ignore[call-overload]
             "backbone": dataclasses.asdict(self.origin.backbone),
             "base_model": self.origin.base_model,
             "trained_budget": self.origin.budget,
@@ -156,16 +156,18 @@ class ShivaCheckpoint(ModelHubMixin, library_name="shiva-dit", tags=["diffusion"
     def read(cls, folder: Path) -> ShivaCheckpoint:
         """Read a checkpoint folder."""
         description = read_json(folder / CONFIG_FILE)
-        missing = {"format", "method", "backbone"} - description.keys()
+        missing = {"format", "method", "options", "backbone"} - description.keys()
         if missing:
             raise ValueError(f"{folder / CONFIG_FILE} has no {sorted(missing)[0]!r}; is it a Shiva checkpoint?")
         if description["format"] != FORMAT:
             raise ValueError(
                 f"{folder} has format {description['format']}, this version reads {FORMAT}; update shiva-dit"
             )
+        if description["method"] not in MethodConfig.known:
+            raise ValueError(options.unknown_key(description["method"], MethodConfig.known, "this version of shiva"))
         tensors = read_tensors(folder / WEIGHTS_FILE)
-        table = {name.removeprefix("schedule."): t for name, t in tensors.items() if name.startswith("schedule.")}
-        weights = {name: t for name, t in tensors.items() if not name.startswith("schedule.")}
+        tables = {name.removeprefix(TABLE): t for name, t in tensors.items() if name.startswith(TABLE)}
+        weights = {name: t for name, t in tensors.items() if not name.startswith(TABLE)}
         for name, tensor in weights.items():
             if not tensor.isfinite().all():
                 raise ValueError(
@@ -174,9 +176,9 @@ class ShivaCheckpoint(ModelHubMixin, library_name="shiva-dit", tags=["diffusion"
         adapter = folder / ADAPTER_DIR
         has_adapter = adapter.is_dir()
         return cls(
-            options.build(Shiva, description["method"]),
+            options.build(MethodConfig.known[description["method"]], description["options"]),
             weights,
-            RatioSchedule.from_state(table),
+            tables,
             Origin(
                 options.build(BackboneSpec, description["backbone"]),
                 description.get("base_model"),
@@ -201,18 +203,14 @@ class ShivaCheckpoint(ModelHubMixin, library_name="shiva-dit", tags=["diffusion"
         if mine != spec:
             raise ValueError(f"this checkpoint is for {mine}; the pipeline has {spec}")
 
-    def method(self, **overrides: Any) -> ShivaMethod:
+    def method(self, **overrides: Any) -> Method:
         """The trained method, with some of its options changed (budget, flops, bucket, share_pairs, ...)."""
-        fixed = {"sharing", "bottleneck", "signals", "policy"} & overrides.keys()
+        fixed = self.method_config.fixed & overrides.keys()
         if fixed:
             raise ValueError(f"{sorted(fixed)[0]} is fixed by training; train again to change it")
-        if overrides.get("flops") is not None:
-            overrides = {"budget": None, **overrides}
-        if overrides.get("budget") is not None:
-            overrides = {"flops": None, **overrides}
-        method = options.replace(self.shiva, overrides).build(self.origin.backbone)
+        method = options.replace(self.method_config, overrides).build(self.origin.backbone)
         method.load_state_dict(self.weights)
-        method.set_schedule(self.schedule)
+        method.load_tables(self.tables)
         return method
 
     def add_adapter(self, transformer: nn.Module) -> str | None:

@@ -390,7 +390,7 @@ def attach(
     adapter = None
     if isinstance(method, ShivaCheckpoint):
         method.check(spec)
-        built: Method = method.method(**overrides)
+        built = method.method(**overrides)
         adapter = method.add_adapter(transformer)
     elif isinstance(method, MethodConfig):
         built = options.replace(method, overrides).build(spec)

@@ -59,6 +59,26 @@ class BackboneSpec:
     heads: int = 1
 
 
+@dataclass
+class Exploration:
+    """How a training step departs from inference; a stage of training sets it before each micro-batch."""
+
+    ratio: float | None = None
+    """Keep ratio of every reduced layer; None asks the method's own policy."""
+    logit_noise: float = 0.0
+    """Deviation of the noise on the policy's logits."""
+    score_noise: float = 0.0
+    """Deviation of the noise on the router's scores."""
+    tau_rank: float = 0.2
+    """Temperature of the soft rank."""
+    tau_sel: float = 0.1
+    """Temperature of the inclusion, as a share of N."""
+    step: int = 0
+    """Optimizer steps taken in this stage."""
+    steps: int = 1
+    """Optimizer steps of this stage in all."""
+
+
 class Method(nn.Module):
     """Decides, at each site, which image tokens are computed and what the others receive."""
 
@@ -66,6 +86,16 @@ class Method(nn.Module):
     guidance: GuidancePolicy = "per-sample"
     needs_signals: ClassVar[bool] = False
     """Whether `ctx.time_embedding` and `ctx.prompt` must be filled in."""
+
+    def __init__(self, config: MethodConfig, spec: BackboneSpec):
+        super().__init__()
+        self.config: Any = config
+        self.spec = spec
+        self.exploration = Exploration()
+        self.eval()
+
+    def __repr__(self) -> str:
+        return f"{type(self.config).__name__} on {self.spec.name} ({self.spec.layers} layers of {self.spec.width})"
 
     def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
         """How the site's tokens x (B, N, D) are reduced; None runs the site dense."""
@@ -99,9 +129,20 @@ class Method(nn.Module):
     def end_step(self, output: Tensor, ctx: StepContext) -> None:
         pass
 
+    def groups(self) -> dict[str, list[nn.Parameter]]:
+        """What a stage of training may choose to train, by name."""
+        return {"router": list(self.parameters())} if any(True for _ in self.parameters()) else {}
+
     def losses(self, ctx: StepContext) -> dict[str, Tensor]:
         """The method's own training objectives of the last call, by name."""
         return {}
+
+    def tables(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold beside the weights, such as a compiled schedule."""
+        return {}
+
+    def load_tables(self, tables: dict[str, Tensor]) -> None:
+        pass
 
 
 class MethodConfig:
@@ -111,6 +152,13 @@ class MethodConfig:
     """
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    fixed: ClassVar[frozenset[str]] = frozenset()
+    """Fields that shape the weights; a trained checkpoint cannot change them."""
+    known: ClassVar[dict[str, type[MethodConfig]]] = {}
+    """Every config class by name: a checkpoint names the one it was trained with."""
+
+    def __init_subclass__(cls) -> None:
+        MethodConfig.known[cls.__name__] = cls
 
     def build(self, spec: BackboneSpec) -> Method:
         raise NotImplementedError

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shiva.core import options
 from shiva.core.context import StepContext
@@ -49,6 +49,7 @@ class Shiva(MethodConfig):
     """The output estimator's stand-in for a rejected token's update: zero, mean, ridge or teacher."""
 
     presets: ClassVar = {"paper": {"estimator": "input"}}
+    fixed: ClassVar = frozenset({"sharing", "bottleneck", "signals", "policy"})
 
     def __post_init__(self) -> None:
         if self.budget is not None:
@@ -71,20 +72,6 @@ class Shiva(MethodConfig):
 
 
 @dataclass
-class Exploration:
-    """How a training step departs from inference; a stage of training sets it."""
-
-    ratio: float | None = None
-    """Keep ratio of every reduced layer; None asks the policy."""
-    logit_noise: float = 0.0
-    """Deviation of the noise on the policy's logits."""
-    score_noise: float = 0.0
-    """Deviation of the noise on the router's scores."""
-    tau_rank: float = 0.2
-    tau_sel: float = 0.1
-
-
-@dataclass
 class Carried:
     """Tokens that stay reduced between the two layers of a pair."""
 
@@ -96,13 +83,13 @@ class ShivaMethod(Method):
     """Router, ratio policy and its compiled table at work."""
 
     needs_signals = True
+    config: Shiva
 
     def __init__(self, config: Shiva, spec: BackboneSpec):
-        super().__init__()
+        super().__init__(config, spec)
         outside = [layer for layer in config.dense if not 0 <= layer < spec.layers]
         if outside:
             raise ValueError(f"dense={config.dense} names layer {outside[0]}, but {spec.name} has {spec.layers}")
-        self.config, self.spec = config, spec
         self.guidance = config.guidance
         self.routers = RouterBank(
             spec.width,
@@ -116,15 +103,17 @@ class ShivaMethod(Method):
         target = 0.6 if config.budget is None else config.budget
         self.policy = POLICIES[config.policy](spec.layers, target)
         self.schedule = RatioSchedule.flat(target, spec.layers, config.dense)
-        self.exploration = Exploration()
         self._tables: dict[tuple[int, tuple[float, ...] | None], list[list[int]]] = {}
         self.eval()
 
-    def extra_repr(self) -> str:
-        return f"{self.spec.name}, {self.spec.layers} layers of width {self.spec.width}"
+    def groups(self) -> dict[str, list[nn.Parameter]]:
+        return {"router": list(self.routers.parameters()), "policy": list(self.policy.parameters())}
 
-    def __repr__(self) -> str:
-        return f"Shiva({self.extra_repr()})"
+    def tables(self) -> dict[str, Tensor]:
+        return self.schedule.state()
+
+    def load_tables(self, tables: dict[str, Tensor]) -> None:
+        self.set_schedule(RatioSchedule.from_state(tables))
 
     def set_schedule(self, schedule: RatioSchedule) -> None:
         """Use another table, as a policy compiles to one."""

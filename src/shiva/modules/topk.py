@@ -94,8 +94,7 @@ def output_gated(selection: Selection, x: Tensor, guess: Guess, teacher: Tensor 
     of the selected updates, a ridge fit of update on input over the selected, or the teacher's update.
     """
     assert selection.inclusion is not None
-    batch, tokens, _ = x.shape
-    rows = flat_rows(selection.indices, tokens)
+    rows = flat_rows(selection.indices, x.shape[1])
     gate = straight_through(selection.inclusion).to(x.dtype)
 
     def restore(values: Tensor, base: Tensor) -> Tensor:
