@@ -1,0 +1,1 @@
+"""The embedded default model: data, towers, autoencoder, transformer, assembly and scores, one module each."""

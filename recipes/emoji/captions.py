@@ -1,0 +1,51 @@
+"""Captions of an emoji, and the tokenizer built from them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+
+from tokenizers import pre_tokenizers, trainers
+from transformers import CLIPTokenizer
+
+from recipes.emoji.common import MAX_TOKENS
+
+TEMPLATES = ("{}", "{}", "a {}", "an emoji of {}", "an emoji of a {}", "a picture of a {}", "the {} emoji")
+
+
+def captions_of(label: str, tags: list[str], count: int, rng: random.Random) -> list[str]:
+    """`count` captions: the bare label first, then templates, label with tags, tags alone."""
+    label = label.lower()
+    result = [label, f"a {label}"]
+    while len(result) < count:
+        kind = rng.random()
+        some = rng.sample(tags, min(len(tags), rng.randint(1, 3)))
+        if kind < 0.45 or not some:
+            result.append(rng.choice(TEMPLATES).format(label))
+        elif kind < 0.8:
+            result.append(f"{label}, {', '.join(some)}")
+        else:
+            result.append(" ".join(rng.sample(tags, min(len(tags), 4))))
+    return result[:count]
+
+
+def build_tokenizer(texts: Iterable[str], vocabulary: int) -> CLIPTokenizer:
+    """A byte-level BPE in CLIP's own class: frequent words are one token, any other text falls into pieces."""
+    blank = CLIPTokenizer()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<|startoftext|>", "<|endoftext|>"],
+        initial_alphabet=alphabet,
+        end_of_word_suffix="</w>",
+        show_progress=False,
+    )
+    blank.backend_tokenizer.train_from_iterator(texts, trainer)
+    learned = json.loads(blank.backend_tokenizer.to_str())["model"]
+    vocab = dict(learned["vocab"])
+    for byte in alphabet:
+        vocab.setdefault(f"{byte}</w>", len(vocab))
+    return CLIPTokenizer(
+        vocab=vocab, merges=[tuple(merge) for merge in learned["merges"]], model_max_length=MAX_TOKENS
+    )
