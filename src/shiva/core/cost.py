@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
-
-ATTENTION_OPS = ("scaled_dot_product", "bmm", "baddbmm")
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,36 @@ class Flops:
 ZERO = Flops(0.0, 0.0)
 
 
+class AttentionCounter(TorchFunctionMode):
+    """FLOPs of attention by its shapes, as it is asked for, and what torch counted meanwhile.
+
+    Below that level nothing is sure: a fused CPU kernel counts as nothing, a meta one as batched products,
+    and a linear layer on a strided input as a batched product too.
+    """
+
+    def __init__(self, counter: FlopCounterMode) -> None:
+        super().__init__()
+        self.counter = counter
+        self.flops = 0.0
+        self.counted = 0.0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        query, key, value = [*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)][:3]
+        self.flops += sdpa_flop_count(query.shape, key.shape, value.shape)
+        before = self.counter.get_total_flops()
+        result = func(*args, **kwargs)
+        self.counted += self.counter.get_total_flops() - before
+        return result
+
+
 def count(call: Callable[[], Any]) -> Flops:
     """FLOPs of what `call` runs; on meta or fake tensors nothing is computed."""
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    with torch.no_grad(), FlopCounterMode(display=False) as counter, AttentionCounter(counter) as attention:
         call()
-    linear = attention = 0.0
-    for op, flops in counter.get_flop_counts().get("Global", {}).items():
-        if any(name in str(op) for name in ATTENTION_OPS):
-            attention += flops
-        else:
-            linear += flops
-    return Flops(linear, attention)
+    return Flops(counter.get_total_flops() - attention.counted, attention.flops)
 
 
 @dataclass(frozen=True)
