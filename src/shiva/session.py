@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -70,7 +70,7 @@ class SiteHook(ModelHook):
             output = forward(*args, **kwargs)
             if tape is not None and site.kind == "block":
                 before = site.bind(args, kwargs)[site.image]
-                session._record(tape, site, before, site.unpack(output).image)
+                tape.note(site.layer, before, site.unpack(output).image)
             return output
 
         call = site.bind(args, kwargs)
@@ -84,7 +84,7 @@ class SiteHook(ModelHook):
 
         streams = session.method.around(run, x, site.base_of(x), site, ctx) if self.acts else run(x, None)
         if tape is not None and site.kind == "block":
-            session._record(tape, site, x, streams.image)
+            tape.note(site.layer, x, streams.image)
         return site.pack(streams)
 
 
@@ -181,19 +181,13 @@ class Session:
             self.enabled = before
 
     @contextlib.contextmanager
-    def record(self) -> Iterator[Tape]:
-        """Collect every block's output and update inside this context, dense or reduced."""
-        before, self._tape = self._tape, Tape()
+    def record(self, outputs: Collection[int] | None = None, updates: Collection[int] | None = None) -> Iterator[Tape]:
+        """Collect blocks' outputs and updates inside this context, dense or reduced; None means every layer."""
+        before, self._tape = self._tape, Tape(output_layers=outputs, update_layers=updates)
         try:
             yield self._tape
         finally:
             self._tape = before
-
-    @staticmethod
-    def _record(tape: Tape, site: Site, before: Tensor, after: Tensor) -> None:
-        tape.outputs[site.layer] = after
-        if after.shape == before.shape:
-            tape.updates[site.layer] = after - before
 
     # -- one transformer call ------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +84,18 @@ class StepContext:
 
 @dataclass
 class Tape:
-    """Block inputs' updates and block outputs of one pass, by layer: what distillation compares."""
+    """Block outputs and updates of one pass, by layer: what distillation compares."""
 
     outputs: dict[int, Tensor] = field(default_factory=dict)  # layer -> (B, N, D) image tokens after it
     updates: dict[int, Tensor] = field(default_factory=dict)  # layer -> (B, N, D) what the block added
+    output_layers: Collection[int] | None = None
+    """Layers whose outputs are kept; None keeps all."""
+    update_layers: Collection[int] | None = None
+    """Layers whose updates are kept; None keeps all."""
+
+    def note(self, layer: int, before: Tensor, after: Tensor) -> None:
+        """Keep what is wanted of a block's input and output (B, N, D)."""
+        if self.output_layers is None or layer in self.output_layers:
+            self.outputs[layer] = after
+        if after.shape == before.shape and (self.update_layers is None or layer in self.update_layers):
+            self.updates[layer] = after - before

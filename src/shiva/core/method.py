@@ -16,7 +16,7 @@ A transformer call meets a method at these places, in this order; a method overr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
@@ -77,6 +77,8 @@ class Exploration:
     """Optimizer steps taken in this stage."""
     steps: int = 1
     """Optimizer steps of this stage in all."""
+    index: int = 0
+    """Which micro-batch of the global batch this is, counted over ranks and accumulation steps."""
 
 
 class Method(nn.Module):
@@ -86,6 +88,8 @@ class Method(nn.Module):
     guidance: GuidancePolicy = "per-sample"
     needs_signals: ClassVar[bool] = False
     """Whether `ctx.time_embedding` and `ctx.prompt` must be filled in."""
+    needs_updates: bool = False
+    """Whether training must provide the dense pass's updates, in `ctx.teacher`."""
 
     def __init__(self, config: MethodConfig, spec: BackboneSpec):
         super().__init__()
@@ -133,9 +137,18 @@ class Method(nn.Module):
         """What a stage of training may choose to train, by name."""
         return {"router": list(self.parameters())} if any(True for _ in self.parameters()) else {}
 
+    def begin_batch(self, timesteps: Sequence[float]) -> None:
+        """Training: the timestep of each micro-batch of the global batch, before the first of them runs.
+
+        Every rank is told all of them, so what depends on time alone needs no communication.
+        """
+
     def losses(self, ctx: StepContext) -> dict[str, Tensor]:
         """The method's own training objectives of the last call, by name."""
         return {}
+
+    def finish(self) -> None:
+        """Turn what was learned so far into what inference reads, such as a policy into its table."""
 
     def tables(self) -> dict[str, Tensor]:
         """What a checkpoint must hold beside the weights, such as a compiled schedule."""

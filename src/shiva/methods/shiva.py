@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -11,8 +12,18 @@ from torch import Tensor, nn
 
 from shiva.core import options
 from shiva.core.context import StepContext
-from shiva.core.method import BackboneSpec, GuidancePolicy, Method, MethodConfig, Place, Run, unify_guidance
+from shiva.core.method import (
+    BackboneSpec,
+    Exploration,
+    GuidancePolicy,
+    Method,
+    MethodConfig,
+    Place,
+    Run,
+    unify_guidance,
+)
 from shiva.core.reduction import Reduction, Streams, select
+from shiva.modules.losses import BudgetController
 from shiva.modules.policy import POLICIES
 from shiva.modules.router import RouterBank, perturb
 from shiva.modules.schedule import RatioSchedule
@@ -47,8 +58,14 @@ class Shiva(MethodConfig):
     """Gradient estimator of training: output (gate what the block adds) or input (the paper's)."""
     guess: str = "teacher"
     """The output estimator's stand-in for a rejected token's update: zero, mean, ridge or teacher."""
+    beta: float = 0.2
+    """Training: weight of the newest batch in the moving average of the mean keep."""
+    dual: float = 0.02
+    """Training: rate of the integral term that removes the budget's offset; 0, as in the paper, has none."""
+    noise_free: bool = True
+    """Training: the budget follows the ratios without their exploration noise; the paper's follows the noisy ones."""
 
-    presets: ClassVar = {"paper": {"estimator": "input"}}
+    presets: ClassVar = {"paper": {"estimator": "input", "beta": 0.2, "dual": 0.0, "noise_free": False}}
     fixed: ClassVar = frozenset({"sharing", "bottleneck", "signals", "policy"})
 
     def __post_init__(self) -> None:
@@ -64,6 +81,7 @@ class Shiva(MethodConfig):
         options.choice("policy", self.policy, POLICIES)
         options.choice("estimator", self.estimator, ("input", "output"))
         options.choice("guess", self.guess, ("zero", "mean", "ridge", "teacher"))
+        options.share("beta", self.beta)
         object.__setattr__(self, "dense", tuple(self.dense))
         object.__setattr__(self, "signals", tuple(self.signals))
 
@@ -103,7 +121,10 @@ class ShivaMethod(Method):
         target = 0.6 if config.budget is None else config.budget
         self.policy = POLICIES[config.policy](spec.layers, target)
         self.schedule = RatioSchedule.flat(target, spec.layers, config.dense)
+        self.controller = BudgetController(target, config.beta, config.dual)
+        self.needs_updates = config.estimator == "output" and config.guess == "teacher"
         self._tables: dict[tuple[int, tuple[float, ...] | None], list[list[int]]] = {}
+        self._logit_noise: Tensor | None = None
         self.eval()
 
     def groups(self) -> dict[str, list[nn.Parameter]]:
@@ -129,7 +150,8 @@ class ShivaMethod(Method):
 
     def plan(self, ctx: StepContext, timesteps: list[float] | None) -> tuple[int, ...]:
         if self.training:
-            ratios = self.training_ratios(ctx)
+            with self.full_precision(self.policy.anchor.device):
+                ratios = self.training_ratios(ctx)
             ctx.memory["ratios"] = ratios
             return tuple(token_count(r, ctx.tokens) for r in ratios.tolist())
         key = (ctx.tokens, None if timesteps is None else tuple(timesteps))
@@ -164,6 +186,31 @@ class ShivaMethod(Method):
         both = {first, first + 1}
         return first % 2 == 0 and first + 1 < self.spec.layers and not both & self.schedule.dense
 
+    # -- training ------------------------------------------------------------------------------------
+
+    def begin_batch(self, timesteps: Sequence[float]) -> None:
+        """Draw the global batch's logit noise, and let the controller observe its mean keep.
+
+        Ratios depend on the timestep alone, so every rank computes the same mean over the global batch.
+        """
+        how, device = self.exploration, self.policy.anchor.device
+        if how.ratio is not None:
+            return
+        noise = how.logit_noise * torch.randn(len(timesteps), self.spec.layers)
+        self._logit_noise = noise.to(device)
+        with torch.no_grad():
+            times = torch.tensor(list(timesteps), dtype=torch.float32, device=device)
+            logits = self.policy.logits(times)  # (M, L)
+            self.controller.observe(self._mean_keep(logits if self.config.noise_free else logits + self._logit_noise))
+
+    def full_precision(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        """Training under autocast still ranks and counts in float32: both need the digits."""
+        return torch.autocast(device.type, enabled=False) if self.training else contextlib.nullcontext()
+
+    def _mean_keep(self, logits: Tensor) -> Tensor:
+        """Mean keep of the reduced layers, from logits (..., L)."""
+        return torch.sigmoid(logits)[..., self.schedule.reduced].mean()
+
     def training_ratios(self, ctx: StepContext) -> Tensor:
         """Continuous keep ratios (L,) of this step, with the gradient to the policy."""
         how = self.exploration
@@ -171,10 +218,28 @@ class ShivaMethod(Method):
         if how.ratio is not None:
             ratios = torch.full((self.spec.layers,), how.ratio, device=device)
         else:
-            ratios = self.policy(torch.tensor([ctx.timestep], device=device), how.logit_noise)[0]
+            logits = self.policy.logits(torch.tensor([ctx.timestep], device=device))[0]
+            noisy = logits + self._noise(how, logits)
+            ctx.memory["mean keep"] = self._mean_keep(logits if self.config.noise_free else noisy)
+            ratios = torch.sigmoid(noisy)
         dense = torch.zeros_like(ratios, dtype=torch.bool)
         dense[sorted(self.schedule.dense)] = True
         return torch.where(dense, 1.0, ratios)
+
+    def _noise(self, how: Exploration, logits: Tensor) -> Tensor:
+        """This micro-batch's row of the noise that `begin_batch` drew; without a batch, fresh noise."""
+        if self._logit_noise is not None:
+            return self._logit_noise[how.index]
+        return how.logit_noise * torch.randn_like(logits)
+
+    def losses(self, ctx: StepContext) -> dict[str, Tensor]:
+        """The budget loss: its mean over a global batch's micro-batches is Eq. budget_loss of that batch."""
+        mean = ctx.memory.get("mean keep")
+        return {} if mean is None else {"budget": mean * self.controller.pressure}
+
+    def finish(self) -> None:
+        """Compile the policy to the table."""
+        self.set_schedule(RatioSchedule.compile(self.policy, dense=sorted(self.schedule.dense)))
 
     # -- which ---------------------------------------------------------------------------------------
 
@@ -187,7 +252,7 @@ class ShivaMethod(Method):
         key = ("selection", layer)
         if ctx.branch and self.guidance != "per-sample" and key in ctx.memory:
             return ctx.memory[key]
-        with ctx.phase("router"):
+        with ctx.phase("router"), self.full_precision(x.device):
             scores = self.scores(x, layer, ctx)
         with ctx.phase("sort"):
             if self.training:

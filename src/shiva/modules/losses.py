@@ -24,15 +24,23 @@ class BudgetController(nn.Module):
         self.register_buffer("mu", torch.tensor(float(target)))
         self.register_buffer("nu", torch.tensor(0.0))
 
+    @torch.no_grad()
+    def observe(self, mean: Tensor | float) -> None:
+        """Take in the mean keep of a whole global batch, once a step."""
+        self.mu.lerp_(torch.as_tensor(mean).to(self.mu), self.beta)  # Eq. ema_avg
+        if self.dual > 0:
+            self.nu.add_(self.dual * (self.mu - self.target))
+
+    @property
+    def pressure(self) -> Tensor:
+        """What a unit of mean keep costs now; negative below the target."""
+        return (2 * (self.mu - self.target) + self.nu).detach().clone()
+
     def forward(self, mean: Tensor, synchronized: Tensor | None = None) -> Tensor:
-        """The loss of a batch whose mean keep is `mean`; `synchronized` is the mean over all ranks."""
-        observed = (mean if synchronized is None else synchronized).detach()
+        """Observe a batch and give its loss; `synchronized` is the mean over all ranks, where they are many."""
         if self.training:
-            self.mu.lerp_(observed.to(self.mu), self.beta)  # Eq. ema_avg
-            if self.dual > 0:
-                self.nu.add_(self.dual * (self.mu - self.target))
-        pressure = 2 * (self.mu - self.target) + self.nu
-        return mean * pressure.detach().clone()  # Eq. budget_loss
+            self.observe((mean if synchronized is None else synchronized).detach())
+        return mean * self.pressure  # Eq. budget_loss
 
 
 def normalized_distance(student: Tensor, teacher: Tensor) -> Tensor:
