@@ -1,0 +1,125 @@
+"""Whole sampling runs of the real pipeline classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shiva
+from pipelines import PIPELINES
+from shiva.modules.schedule import RatioSchedule
+
+
+def selections(session: shiva.Session) -> dict[Any, Tensor]:
+    assert session.ctx is not None
+    return {key: value.indices for key, value in session.ctx.memory.items() if key[0] == "selection"}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_a_run_is_reduced_and_the_pipeline_is_as_before_after_it(name: str, guidance: float, tmp_path: Path) -> None:
+    tiny = PIPELINES[name]
+    pipe = tiny.load(tmp_path)
+    dense = tiny.image(pipe, guidance=guidance)
+    with shiva.attach(pipe, shiva.Shiva(budget=1.0)):
+        assert torch.equal(tiny.image(pipe, guidance=guidance), dense)
+    with shiva.attach(pipe, shiva.Shiva(budget=0.5)) as session:
+        reduced = tiny.image(pipe, guidance=guidance)
+        assert not torch.equal(reduced, dense)
+        summary = session.summary()
+        calls = 6 if name == "flux" and guidance > 1 else 3
+        assert len(summary.steps) == calls
+        assert summary.keep == pytest.approx(0.5, abs=0.02)
+        assert summary.flops_share < 0.9
+        with session.disabled():
+            assert torch.equal(tiny.image(pipe, guidance=guidance), dense)
+    assert torch.equal(tiny.image(pipe, guidance=guidance), dense)
+
+
+@pytest.mark.parametrize("name", ["sd3", "pixart", "dit"])
+def test_batched_guidance_halves_keep_the_same_tokens(name: str, tmp_path: Path) -> None:
+    """Also with several images a prompt, where the halves are [all uncond, all cond]."""
+    tiny = PIPELINES[name]
+    pipe = tiny.load(tmp_path)
+    extra = {"num_images_per_prompt": 2} if name == "pixart" else {}
+    with shiva.attach(pipe, shiva.Shiva(budget=0.5)) as session:
+        tiny.image(pipe, prompts=2, **extra)
+        assert session.ctx is not None
+        assert session.ctx.guidance_pairs
+        for indices in selections(session).values():
+            first, second = indices.chunk(2)
+            assert torch.equal(first, second)
+            assert not torch.equal(first[0], first[1]), "different images choose for themselves"
+        tiny.image(pipe, prompts=2, guidance=1.0)
+        assert not session.ctx.guidance_pairs
+
+
+def test_the_guidance_maximum_keeps_what_either_half_wants(tmp_path: Path) -> None:
+    tiny = PIPELINES["sd3"]
+    pipe = tiny.load(tmp_path)
+    with shiva.attach(pipe, shiva.Shiva(budget=0.5)) as session:
+        seen = []
+        route = session.method.scores
+        session.method.scores = lambda *args: seen.append(route(*args)) or seen[-1]  # type: ignore[method-assign]
+        tiny.image(pipe, steps=1)
+        best = torch.maximum(*seen[0].chunk(2)).topk(session.ctx.counts[1]).indices.sort().values  # type: ignore[union-attr]
+        assert torch.equal(selections(session)["selection", 1][:1], best)
+
+
+def test_sequential_guidance_shares_the_first_calls_selection(tmp_path: Path) -> None:
+    tiny = PIPELINES["flux"]
+    pipe = tiny.load(tmp_path)
+    routed = []
+    with shiva.attach(pipe, shiva.Shiva(budget=0.5)) as session:
+        route = session.method.scores
+        session.method.scores = lambda *args: routed.append(args[1]) or route(*args)  # type: ignore[method-assign]
+        tiny.image(pipe, guidance=3.0, steps=2)
+        assert session.stats[0].timestep == session.stats[1].timestep
+        assert routed == [1, 2, 3] * 2, "the second branch of a step is not routed again"
+    with shiva.attach(pipe, shiva.Shiva(budget=0.5, guidance="per-sample")) as session:
+        session.method.scores = lambda *args: routed.append(args[1]) or route(*args)  # type: ignore[method-assign]
+        routed.clear()
+        tiny.image(pipe, guidance=3.0, steps=2)
+        assert routed == [1, 2, 3] * 4
+
+
+def test_every_run_starts_afresh(tmp_path: Path) -> None:
+    """An aborted run, another step count and another resolution leave nothing behind in the next run."""
+    tiny = PIPELINES["sd3"]
+    pipe = tiny.load(tmp_path)
+    with shiva.attach(pipe, shiva.Shiva(budget=0.5)) as session:
+        first = tiny.image(pipe, steps=4)
+
+        def stop(*args: Any) -> dict[str, Any]:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            tiny.image(pipe, steps=4, callback_on_step_end=stop)
+        assert torch.equal(tiny.image(pipe, steps=4), first)
+        assert [round(record.timestep) for record in session.stats] == [
+            round(t) for t in pipe.scheduler.timesteps.tolist()
+        ]
+        tiny.image(pipe, steps=2, height=16, width=16)
+        assert [record.tokens for record in session.stats] == [16, 16]
+        assert torch.equal(tiny.image(pipe, steps=4), first)
+
+
+def test_the_budget_is_met_at_the_runs_own_timesteps(tmp_path: Path) -> None:
+    """A schedule that varies over time is resampled for the scheduler in use, then shifted to the budget."""
+    tiny = PIPELINES["sd3"]
+    pipe = tiny.load(tmp_path)
+    rising = RatioSchedule((1000.0, 0.0), torch.tensor([[-2.0] * 4, [2.0] * 4], dtype=torch.float64))
+    with shiva.attach(pipe, shiva.Shiva(budget=0.6)) as session:
+        session.method.set_schedule(rising)
+        for steps in (3, 8):
+            tiny.image(pipe, steps=steps)
+            kept = [record.kept["transformer_blocks.1"] for record in session.stats]
+            assert kept == sorted(kept)
+            assert kept[0] < kept[-1]
+            exact = rising.resample(pipe.scheduler.timesteps.tolist()).shift(0.6)
+            assert exact.mean_keep == pytest.approx(0.6, abs=1e-4)
+            assert kept == [row[1] for row in exact.counts(48)]

@@ -1,0 +1,299 @@
+"""The session itself: its errors, its modes, and what it composes with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from diffusers import SanaTransformer2DModel
+from diffusers.hooks import HookRegistry, ModelHook
+from torch import nn
+
+import shiva
+from shiva.backbones import Backbone, Site, Surroundings
+from shiva.core.context import StepContext
+from shiva.core.method import BackboneSpec, Method, MethodConfig, Place
+from shiva.core.options import share
+from shiva.core.reduction import Reduction, select
+
+from tiny import BACKBONES, make_flux, make_sd3, noise
+
+
+@dataclass(frozen=True)
+class Chosen(MethodConfig):
+    """Keeps the tokens it is told to, each sample its own."""
+
+    indices: torch.Tensor
+
+    def build(self, spec: BackboneSpec) -> Method:
+        return ChosenMethod(self, spec)
+
+
+class ChosenMethod(Method):
+    def reduction(self, x: torch.Tensor, site: Place, ctx: StepContext) -> Reduction | None:
+        return select(self.config.indices[: x.shape[0]], x.shape[1])
+
+
+class Untouched(Method):
+    def selects(self, site: Place) -> bool:
+        return False
+
+
+def run(model: nn.Module, call: dict[str, Any]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**call)[0]
+
+
+def test_flux_at_batch_two_equals_two_single_runs_with_their_own_rows() -> None:
+    model, tiny = make_flux(), BACKBONES["flux"]
+    call = tiny.call(2, 6, 8)
+    indices = torch.stack([torch.randperm(48)[:20].sort().values for _ in range(2)])
+    with shiva.attach(model, Chosen(indices)) as session:
+        together = run(model, call)
+        for i in range(2):
+            session.method.config = Chosen(indices[i : i + 1])
+            single = {k: v if k.endswith("_ids") else v[i : i + 1] for k, v in call.items()}
+            torch.testing.assert_close(run(model, single), together[i : i + 1], rtol=1e-5, atol=1e-6)
+
+
+def test_flux_rope_rows_are_those_of_the_kept_positions() -> None:
+    """Keeping a permuted set of all tokens must not change the image: each token takes its own rotary phase."""
+    model, tiny = make_flux(), BACKBONES["flux"]
+    for batch in (1, 2):
+        call = tiny.call(batch, 6, 8)
+        dense = run(model, call)
+        order = torch.stack([torch.randperm(48) for _ in range(batch)])
+        with shiva.attach(model, Chosen(order)):
+            torch.testing.assert_close(run(model, call), dense, rtol=1e-4, atol=1e-5)
+
+
+def test_controlnet_residuals_meet_full_length_tokens() -> None:
+    model = make_sd3()
+    call = BACKBONES["sd3"].call(2, 6, 6)
+    residuals = [noise(2, 36, 32, seed=s) for s in range(2)]
+    call["block_controlnet_hidden_states"] = residuals
+    dense = run(model, call)
+    for pairs in (False, True):
+        with shiva.attach(model, shiva.Shiva(budget=1.0, share_pairs=pairs)):
+            assert torch.equal(run(model, call), dense)
+        with shiva.attach(model, shiva.Shiva(budget=0.5, share_pairs=pairs)):
+            assert run(model, call).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_half_precision(backbone: str, dtype: torch.dtype) -> None:
+    tiny = BACKBONES[backbone]
+    model = tiny.make().to(dtype)
+    call = {
+        k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() and not k.endswith("_ids") else v
+        for k, v in tiny.call(2, 6, 6).items()
+    }
+    dense = run(model, call)
+    with shiva.attach(model, shiva.Shiva(budget=1.0)):
+        assert torch.equal(run(model, call), dense)
+    with shiva.attach(model, shiva.Shiva(budget=0.5)):
+        reduced = run(model, call)
+    assert reduced.dtype == dtype
+    assert reduced.isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backbone", ["sd3", "flux", "pixart"])
+def test_a_step_compiles_without_graph_breaks_once_per_distinct_row(backbone: str) -> None:
+    tiny = BACKBONES[backbone]
+    model = tiny.make()
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    rows = torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)[:, None].expand(3, 4)
+    schedule = shiva.RatioSchedule((1000.0, 500.0, 0.0), rows)
+    with shiva.attach(model, shiva.Shiva()) as session:
+        session.method.set_schedule(schedule)
+        calls = [tiny.call(2, 6, 6, timestep=t) for t in (990.0, 510.0, 490.0, 10.0, 980.0, 5.0)]
+        eager = [run(model, call) for call in calls]
+        session.compile(backend=backend, fullgraph=True)
+        compiled = [run(model, call) for call in calls]
+    for a, b in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert len(graphs) <= 3
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_a_compiled_transformer_may_be_attached_to() -> None:
+    """A user's own torch.compile keeps working: only the session's bookkeeping stays outside the graph."""
+    torch._dynamo.reset()
+    model, call = make_sd3(), BACKBONES["sd3"].call(2, 6, 6)
+    compiled = torch.compile(model, backend="eager")
+    torch.manual_seed(0)
+    with shiva.attach(model, shiva.Shiva(budget=0.5)):
+        expected = run(model, call)
+    torch.manual_seed(0)
+    with shiva.attach(compiled, shiva.Shiva(budget=0.5)):
+        torch.testing.assert_close(run(compiled, call), expected, rtol=1e-4, atol=1e-4)
+    torch._dynamo.reset()
+
+
+def test_record_holds_every_block_dense_and_reduced() -> None:
+    model, call = make_sd3(), BACKBONES["sd3"].call(1, 6, 6)
+    with shiva.attach(model, shiva.Shiva(budget=0.5)) as session:
+        with session.disabled(), session.record() as teacher:
+            run(model, call)
+        with session.record() as student:
+            run(model, call)
+    assert list(teacher.outputs) == list(student.outputs) == [0, 1, 2, 3]
+    assert torch.equal(teacher.outputs[0], student.outputs[0]), "the first block is dense"
+    untouched = (student.updates[1] == 0).all(dim=-1)
+    assert untouched.sum() == 18, "half of the tokens ride the residual"
+    torch.testing.assert_close(teacher.updates[1], teacher.outputs[1] - teacher.outputs[0])
+
+
+def test_attaching_twice_is_refused_and_the_first_session_stays() -> None:
+    model, call = make_sd3(), BACKBONES["sd3"].call(1, 6, 6)
+    session = shiva.attach(model, shiva.Shiva(budget=0.5))
+    before = run(model, call)
+    with pytest.raises(RuntimeError, match="already attached.*detach"):
+        shiva.attach(model, shiva.Shiva(budget=0.7))
+    assert torch.equal(run(model, call), before)
+    session.detach()
+
+
+def test_what_cannot_be_attached_to_says_why() -> None:
+    with pytest.raises(TypeError, match="3x3 convolutions"):
+        shiva.attach(tiny_sana(), shiva.Shiva())
+    with pytest.raises(TypeError, match=r"Linear is not a supported transformer.*register_backbone"):
+        shiva.attach(nn.Linear(2, 2), shiva.Shiva())
+    with pytest.raises(TypeError, match="int has no transformer"):
+        shiva.attach(3, shiva.Shiva())
+    with pytest.raises(TypeError, match="cannot attach a dict"):
+        shiva.attach(make_sd3(), {})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="matches none of the 12 sites"):
+        shiva.attach(make_sd3(), Untouched(MethodConfig(), BackboneSpec("", 4, 32, 32, 20)))
+
+
+def tiny_sana() -> nn.Module:
+    return SanaTransformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        num_attention_heads=2,
+        attention_head_dim=4,
+        num_cross_attention_heads=2,
+        cross_attention_head_dim=4,
+        cross_attention_dim=8,
+        caption_channels=8,
+        sample_size=8,
+    )
+
+
+@pytest.mark.parametrize("hook", ["pyramid_attention_broadcast", "faster_cache_block", "taylorseer_cache"])
+def test_attention_caches_are_refused_by_name(hook: str) -> None:
+    model = make_sd3()
+    HookRegistry.check_if_exists_or_initialize(model.transformer_blocks[1].attn).register_hook(ModelHook(), hook)
+    with pytest.raises(RuntimeError, match="caches attention outputs.*disable_cache"):
+        shiva.attach(model, shiva.Shiva())
+
+
+BAD_OPTIONS = [
+    ({"budget": 0.0}, "budget=0.0 is not above 0; pass a share above 0 and at most 1"),
+    ({"budget": 1.4}, "budget=1.4 is above 1; pass a share above 0 and at most 1"),
+    ({"budget": float("nan")}, "budget=nan is not a number"),
+    ({"budgt": 0.5}, "no option 'budgt'; did you mean 'budget'?"),
+    ({"budget": 0.5, "flops": 0.5}, "exclude each other"),
+    ({"guess": "median"}, "guess='median' is unknown; pass one of 'zero', 'mean', 'ridge', 'teacher'"),
+    ({"sharing": "trio"}, "sharing='trio' is unknown"),
+    ({"dense": (0, 7)}, "names layer 7, but SD3Transformer2DModel has 4"),
+    ({"dense": (0, 1, 2, 3)}, "all 4 layers are dense"),
+    ({"bucket": 0}, "bucket=0 must be at least 1"),
+    ({"guidance": "both"}, "guidance='both' is unknown"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=[str(o) for o, _ in BAD_OPTIONS])
+def test_a_bad_option_names_the_value_and_the_fix_and_leaves_the_model_alone(
+    options: dict[str, Any], message: str
+) -> None:
+    model = make_sd3()
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    with pytest.raises(ValueError, match=".*") as error:
+        shiva.attach(model, shiva.Shiva(), **options)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_nan_scores_are_refused() -> None:
+    model = make_sd3()
+    with shiva.attach(model, shiva.Shiva(budget=0.5)) as session:
+        nn.init.constant_(session.method.routers.routers[0].score.weight, float("nan"))
+        with pytest.raises(ValueError, match="router scores hold NaN"):
+            run(model, BACKBONES["sd3"].call(1, 6, 6))
+
+
+def test_reference_tokens_of_kontext_are_refused() -> None:
+    call = BACKBONES["flux"].call(1, 4, 4)
+    call["hidden_states"] = torch.cat([call["hidden_states"]] * 2, dim=1)
+    call["img_ids"] = torch.cat([call["img_ids"]] * 2)
+    with shiva.attach(make_flux(), shiva.Shiva()) as session, pytest.raises(ValueError, match="Kontext"):
+        run(session.transformer, call)
+
+
+def test_summary_is_readable_by_people_and_programs() -> None:
+    model = make_sd3()
+    with shiva.attach(model, shiva.Shiva(budget=0.5)) as session:
+        assert "nothing has run yet" in str(session.summary())
+        run(model, BACKBONES["sd3"].call(2, 6, 6))
+        summary = session.summary()
+    described = summary.to_dict()
+    assert described["keep"] == 0.5
+    assert [row["kept"] for row in described["layers"]] == [18, 18, 18]
+    assert {"router", "sort", "gather", "scatter"} <= described["seconds"].keys()
+    assert "transformer_blocks.3" in str(summary)
+    assert f"{described['flops_share']:.1%} of dense" in str(summary)
+
+
+def test_an_architecture_from_outside_can_be_added() -> None:
+    class Toy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> tuple[torch.Tensor]:
+            for block in self.blocks:
+                hidden_states = block(hidden_states)
+            return (hidden_states,)
+
+    class ToyBackbone(Backbone):
+        transformers = ("Toy",)
+
+        def sites(self, transformer: Any) -> list[Site]:
+            return [
+                Site(f"blocks.{i}", "block", i, block, image="input") for i, block in enumerate(transformer.blocks)
+            ]
+
+        def spec(self, transformer: Any) -> BackboneSpec:
+            return BackboneSpec("Toy", 3, 8, 8, 8)
+
+        def surroundings(self, transformer: Any, call: dict[str, Any]) -> Surroundings:
+            return Surroundings((1, call["hidden_states"].shape[1]), call["timestep"], 0)
+
+    shiva.register_backbone(ToyBackbone())
+    model, x = Toy(), noise(1, 10, 8)
+    with shiva.attach(model, Chosen(torch.arange(4)[None])):
+        reduced = run(model, {"hidden_states": x, "timestep": torch.tensor([5.0])})
+    assert torch.equal(reduced[:, 4:], x[:, 4:])
+    assert not torch.equal(reduced[:, :4], x[:, :4])
+
+
+def test_share_accepts_the_ends_it_says() -> None:
+    assert share("keep", 1.0) == 1.0
+    assert share("ratio", 0.0, zero=True) == 0.0
+    with pytest.raises(ValueError, match="ratio=-0.1 is not at least 0"):
+        share("ratio", -0.1, zero=True)
