@@ -29,7 +29,76 @@ def half_but_first(kind: str, layer: int, tokens: int) -> int:
     return tokens if layer == 0 else tokens // 2
 
 
+def half_at(*kinds: str, layers: range = range(100)) -> Callable[[str, int, int], int]:
+    """Half of the tokens, rounded up, at some kinds of site."""
+    return lambda kind, layer, tokens: tokens - tokens // 2 if kind in kinds and layer in layers else tokens
+
+
+def whole_windows(kind: str, layer: int, tokens: int) -> int:
+    """SDTM's first step at a share of one half: windows of four become one."""
+    return tokens if kind == "block" else tokens - 3 * min(tokens // 2 // 3, 16)
+
+
+def toma_tiles(kind: str, layer: int, tokens: int) -> int:
+    """Tiles of 4x4 on 8x8, of 3x5 on 6x10 and of 7x3 on 7x9 lose half of their tokens, rounded down."""
+    return {64: 4 * 8, 60: 4 * 8, 63: 3 * 11}[tokens]
+
+
+def pooled_in_first_half(kind: str, layer: int, tokens: int) -> int:
+    """SparseDiT on four layers: generate and sparse blocks see 4x4 of 8x8, 3x5 of 6x10 and 4x5 of 7x9."""
+    return {64: 16, 60: 15, 63: 20}[tokens] if layer < 2 else tokens
+
+
 METHODS: dict[str, Row] = {
+    "diffcr": Row(
+        on=shiva.DiffCR(initial=0.5),
+        off=shiva.DiffCR(gate=False),
+        kept=lambda kind, layer, tokens: -(-tokens // 2),
+        differentiable=True,
+    ),
+    "dydit": Row(on=shiva.DyDiT(bias=0.0), off=shiva.DyDiT(), kept=None, differentiable=True),
+    "lapsum": Row(on=shiva.LapSum(keep=0.5), off=shiva.LapSum(keep=1.0), kept=half_but_first, differentiable=True),
+    "neuralsort": Row(
+        on=shiva.NeuralSort(keep=0.5), off=shiva.NeuralSort(keep=1.0), kept=half_but_first, differentiable=True
+    ),
+    "soft-topk": Row(
+        on=shiva.SoftTopK(keep=0.5), off=shiva.SoftTopK(keep=1.0), kept=half_but_first, differentiable=True
+    ),
+    "sparsedit": Row(
+        on=shiva.SparseDiT(rates=(0.75, 0.75), split=(1, 1, 1, 1), bottom=0, top=0),
+        off=shiva.SparseDiT(rates=(0.0, 0.0), split=(1, 1, 1, 1), bottom=0, top=0),
+        kept=pooled_in_first_half,
+        backbones=("sd3", "sd35", "pixart", "dit"),
+        differentiable=True,
+    ),
+    "ibtm": Row(
+        on=shiva.IBTM(layers=(1, 2)),
+        off=shiva.IBTM(layers=(1, 2), ratio=0.0),
+        kept=half_at("attention", "cross_attention", layers=range(1, 3)),
+    ),
+    "sdtm": Row(
+        on=shiva.SDTM.preset("merge_only", ratio=0.3, round_to=1),
+        off=shiva.SDTM(ratio=0.0, deviation=0.0),
+        kept=whole_windows,
+    ),
+    "tofu": Row(on=shiva.ToFu(), off=shiva.ToFu(ratio=0.0), kept=half_at("attention")),
+    "toma": Row(
+        on=shiva.ToMA(skip=0, scale=20.0),
+        off=shiva.ToMA(skip=0, ratio=0.0),
+        kept=lambda kind, layer, tokens: toma_tiles(kind, layer, tokens) if kind == "attention" else tokens,
+        backbones=("sd3", "sd35", "pixart", "dit"),
+    ),
+    "toma-block": Row(
+        on=shiva.ToMA(skip=0, site="block", scale=20.0),
+        off=shiva.ToMA(skip=0, site="block", ratio=0.0),
+        kept=lambda kind, layer, tokens: toma_tiles(kind, layer, tokens) if kind == "block" else tokens,
+    ),
+    "tomesd": Row(on=shiva.ToMeSD(), off=shiva.ToMeSD(ratio=0.0), kept=half_at("attention")),
+    "tomesd-everywhere": Row(
+        on=shiva.ToMeSD(sites=("attention", "cross_attention", "ffn"), metric="normed", random=False),
+        off=shiva.ToMeSD(sites=("attention", "cross_attention", "ffn"), metric="normed", ratio=0.0),
+        kept=half_at("attention", "cross_attention", "ffn"),
+    ),
     "shiva": Row(
         on=shiva.Shiva(budget=0.5, guess="zero"),
         off=shiva.Shiva(budget=1.0),

@@ -1,3 +1,28 @@
+from shiva.methods.diffcr import DiffCR
+from shiva.methods.dydit import DyDiT
+from shiva.methods.ibtm import IBTM
+from shiva.methods.lapsum import LapSum
+from shiva.methods.neuralsort import NeuralSort
+from shiva.methods.sdtm import SDTM
 from shiva.methods.shiva import Shiva, ShivaMethod
+from shiva.methods.soft_topk import SoftTopK
+from shiva.methods.sparsedit import SparseDiT
+from shiva.methods.tofu import ToFu
+from shiva.methods.toma import ToMA
+from shiva.methods.tomesd import ToMeSD
 
-__all__ = ["Shiva", "ShivaMethod"]
+__all__ = [
+    "IBTM",
+    "SDTM",
+    "DiffCR",
+    "DyDiT",
+    "LapSum",
+    "NeuralSort",
+    "Shiva",
+    "ShivaMethod",
+    "SoftTopK",
+    "SparseDiT",
+    "ToFu",
+    "ToMA",
+    "ToMeSD",
+]

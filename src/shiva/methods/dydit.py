@@ -1,0 +1,198 @@
+"""DyDiT (Zhao et al., ICLR 2025, arXiv 2410.03456): token masks on the FFN, after its text-to-image form DyFLUX.
+
+Attention always sees all tokens; a router decides for each token whether the FFN runs on it.
+
+- Training computes densely: the FFN's update is multiplied by a mask that is hard in the forward pass and a
+  Gumbel-sigmoid of temperature 5 in the backward.
+- Inference thresholds the router and runs the FFN on the tokens of the whole batch that passed, as one list:
+  an FFN is token-wise, so every sample may have its own count. That count depends on the data.
+
+The official objective is the diffusion loss of the masked model, plus that of the complete (all-on) model,
+plus `losses()` here. The complete model's loss is the trainer's: its model is the session switched off.
+
+Differs from the release: no width masks (heads and channel groups); the router reads the backbone's pooled
+prompt for the mean text token and is modulated in its bottleneck; the fused single blocks of Flux have no
+FFN of their own and stay dense.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shiva.core import options
+from shiva.core.context import StepContext
+from shiva.core.method import BackboneSpec, GuidancePolicy, Method, MethodConfig, Place, Run, unify_guidance
+from shiva.core.reduction import Reduction, Streams, select
+from shiva.methods._gated import full_precision
+
+
+@dataclass(frozen=True)
+class DyDiT(MethodConfig):
+    """Learned token masks on every FFN, with a count that follows the image."""
+
+    flops: float = 0.8
+    """lambda: the share of the blocks' dense FLOPs that training aims at."""
+    flops_weight: float = 2.0
+    """Weight of the loss (F - lambda)^2."""
+    hold: int = 100
+    """Steps at the start of training with lambda = 1."""
+    warmup: int = 1000
+    """Steps over which lambda then falls to `flops`."""
+    tau: float = 5.0
+    """Temperature of the Gumbel-sigmoid."""
+    threshold: float = 0.5
+    """Inference: probability above which a token is computed."""
+    union: bool = False
+    """Inference: compute a token for the whole batch if any sample wants it, as the Shiva paper describes."""
+    guidance: GuidancePolicy = "per-sample"
+    """How the two guidance halves agree on tokens; per sample, which an FFN can bear, in the release."""
+    shrink: int = 16
+    """The router's bottleneck is the model's width divided by this."""
+    bias: float = 5.0
+    """The router's initial logit: training starts with every token on."""
+
+    presets: ClassVar = {"paper": {"flops": 0.8, "union": True}}
+    fixed: ClassVar = frozenset({"shrink"})
+
+    def __post_init__(self) -> None:
+        options.share("flops", self.flops)
+        options.share("threshold", self.threshold, zero=True)
+        options.choice("guidance", self.guidance, ("shared", "per-sample", "max"))
+        if not self.tau > 0:
+            raise ValueError(f"tau={self.tau} is not above 0; pass a temperature such as 5")
+        if self.shrink < 1:
+            raise ValueError(f"shrink={self.shrink} is below 1; pass 16 as released")
+        if self.hold < 0 or self.warmup < 1:
+            raise ValueError(f"hold={self.hold}, warmup={self.warmup}: pass steps, at least 0 and 1")
+
+    def build(self, spec: BackboneSpec) -> DyDiTMethod:
+        return DyDiTMethod(self, spec)
+
+
+class TokenRouter(nn.Module):
+    """One logit a token, from its normed features and the prompt, both modulated by time."""
+
+    def __init__(self, spec: BackboneSpec, shrink: int, bias: float):
+        super().__init__()
+        width = max(8, spec.width // shrink)
+        self.token = nn.Linear(spec.width, width)
+        self.prompt = nn.Linear(spec.prompt_width, width)
+        self.time = nn.Linear(spec.time_width, 4 * width)
+        self.logit = nn.Linear(width, 1)
+        nn.init.zeros_(self.time.weight)
+        nn.init.zeros_(self.time.bias)
+        nn.init.constant_(self.logit.bias, bias)
+
+    def forward(self, x: Tensor, time: Tensor, prompt: Tensor) -> Tensor:
+        """Logits (B, N), float32, of tokens x (B, N, D)."""
+        scale, shift, prompt_scale, prompt_shift = self.time(F.silu(time.float())).chunk(4, dim=-1)  # (B, width)
+        context = self.prompt(prompt.float()) * (1 + prompt_scale) + prompt_shift
+        token = self.token(F.layer_norm(x.float(), x.shape[-1:]))  # (B, N, width)
+        hidden = F.relu(token * (1 + scale[:, None]) + (shift + context)[:, None])
+        return self.logit(hidden).squeeze(-1)
+
+
+def gumbel_mask(logits: Tensor, tau: float) -> Tensor:
+    """sigma((logit + g1 - g2) / tau) > 0.5 in value, with the gradient of the left side; g1 - g2 is logistic."""
+    uniform = torch.rand_like(logits).clamp(1e-6, 1 - 1e-6)
+    soft = torch.sigmoid((logits + torch.logit(uniform)) / tau)
+    return (soft > 0.5).to(soft.dtype) + soft - soft.detach()
+
+
+def flat_selection(mask: Tensor) -> Reduction:
+    """The tokens of the whole batch at which mask (B, N) holds, as one sample of sum(mask) tokens."""
+    rows = mask.flatten().nonzero().squeeze(1)  # (M,)
+
+    def restore(values: Tensor, base: Tensor) -> Tensor:
+        return base.flatten(0, 1).index_copy(0, rows, values[0]).view(base.shape)
+
+    return Reduction(lambda x: x.flatten(0, 1).index_select(0, rows)[None], restore, rows[None])
+
+
+class MaskedFFN(NamedTuple):
+    """What a masked FFN adds to the FLOPs of a training call."""
+
+    share: Tensor  # (), share of tokens on
+    tokens: int  # of the whole batch
+    flops: float  # at all of them
+
+    @classmethod
+    def of(cls, mask: Tensor, module: nn.Module) -> MaskedFFN:
+        weights = sum(p.numel() for p in module.parameters() if p.ndim == 2)
+        return cls(mask.mean(), mask.numel(), 2.0 * weights * mask.numel())
+
+
+class DyDiTMethod(Method):
+    """A router per FFN."""
+
+    sites = frozenset({"ffn"})
+    needs_signals = True
+    config: DyDiT
+
+    def __init__(self, config: DyDiT, spec: BackboneSpec):
+        super().__init__(config, spec)
+        self.guidance = config.guidance
+        self.routers = nn.ModuleList(TokenRouter(spec, config.shrink, config.bias) for _ in range(spec.layers))
+        self._block_flops: dict[tuple[int, int, int], float] = {}
+
+    def logits(self, x: Tensor, site: Place, ctx: StepContext) -> Tensor:
+        """Router logits (B, N) of the FFN's input x (B, N, D)."""
+        with ctx.phase("router"), full_precision(x, self.training):
+            logits = self.routers[site.layer](x, ctx.time_embedding, ctx.prompt)
+            return unify_guidance(logits, self.guidance, ctx)
+
+    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+        if not self.training:
+            out = super().around(run, x, base, site, ctx)
+            ctx.kept[site.name] = ctx.memory["kept", site.name]
+            return out
+        mask = gumbel_mask(self.logits(x, site, ctx), self.config.tau)  # (B, N)
+        ctx.memory.setdefault("ffn", {})[site.layer] = MaskedFFN.of(mask, site.module)
+        out = run(x, None)
+        return out._replace(image=out.image * mask[..., None].to(out.image.dtype))
+
+    def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
+        mask = torch.sigmoid(self.logits(x, site, ctx)) > self.config.threshold  # (B, N)
+        if self.config.union:
+            mask = mask.any(dim=0, keepdim=True).expand_as(mask)
+        kept = int(mask.sum())
+        ctx.memory["kept", site.name] = round(kept / mask.shape[0])
+        if kept == mask.numel():
+            return None
+        if self.config.union:
+            chosen = mask[0].nonzero().squeeze(1)  # (K,)
+            return select(chosen.expand(x.shape[0], -1), x.shape[1])
+        return flat_selection(mask)
+
+    # -- training ------------------------------------------------------------------------------------
+
+    def target(self) -> float:
+        """lambda_t: 1 at first, then linearly down to the target."""
+        progress = (self.exploration.step - self.config.hold) / self.config.warmup
+        return 1 - (1 - self.config.flops) * min(max(progress, 0.0), 1.0)
+
+    def flops_share(self, ctx: StepContext) -> Tensor:
+        """F: FLOPs of the blocks with each FFN at its mask's share of tokens, as a share of dense."""
+        masked: dict[int, MaskedFFN] = ctx.memory["ffn"]
+        tokens = next(iter(masked.values())).tokens
+        key = (tokens, ctx.tokens, ctx.text_tokens)
+        if key not in self._block_flops:
+            cost = ctx.cost()
+            self._block_flops[key] = sum(layer(cost.tokens).true for layer in cost.layers)
+        dense = self._block_flops[key]
+        floor = 1 - sum(ffn.flops for ffn in masked.values()) / dense
+        if self.config.flops <= floor:
+            raise ValueError(
+                f"flops={self.config.flops} cannot be reached: with every masked FFN of {self.spec.name} empty "
+                f"{floor:.3f} of the blocks' FLOPs remain; pass more"
+            )
+        saved = [(1 - ffn.share) * (ffn.flops / dense) for ffn in masked.values()]
+        return 1 - torch.stack(saved).sum()
+
+    def losses(self, ctx: StepContext) -> dict[str, Tensor]:
+        return {"flops": self.config.flops_weight * (self.flops_share(ctx) - self.target()).square()}

@@ -1,0 +1,80 @@
+"""LapSum (Struski et al., ICML 2025, arXiv 2503.06242), as a straight-through selector with a learned k."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from shiva.core.context import StepContext
+from shiva.core.method import BackboneSpec
+from shiva.methods._gated import GatedTopK, GatedTopKConfig
+from shiva.modules.lapsum import lapsum_topk
+from shiva.modules.policy import logit
+from shiva.modules.schedule import RatioSchedule
+
+
+@dataclass(frozen=True)
+class LapSum(GatedTopKConfig):
+    """Top-k selection with an exact soft budget; each layer learns its own keep ratio in the same pass.
+
+    `keep` is the mean over the reduced layers: a loss draws the learned ratios to it in training, and at
+    inference one shift of all their logits meets it exactly. Not part of the Shiva paper's comparison.
+    """
+
+    alpha: float = 0.1
+    """Width of the Laplace distribution, in units of the scores."""
+    budget_weight: float = 10.0
+    """Weight of the loss (mean keep - keep)^2."""
+
+    presets: ClassVar = {"paper": {}}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.alpha > 0:
+            raise ValueError(f"alpha={self.alpha} is not above 0; pass a width such as 0.1")
+        if not self.budget_weight >= 0:
+            raise ValueError(f"budget_weight={self.budget_weight} is below 0; pass 0 to leave the budget free")
+
+    def build(self, spec: BackboneSpec) -> LapSumMethod:
+        return LapSumMethod(self, spec)
+
+
+class LapSumMethod(GatedTopK):
+    config: LapSum
+
+    def __init__(self, config: LapSum, spec: BackboneSpec):
+        super().__init__(config, spec)
+        start = logit(min(max(config.keep, 1e-3), 1 - 1e-3))
+        self.ratio_logits = nn.Parameter(torch.full((spec.layers,), start))
+        self._shifted: tuple[int, list[float]] = (-1, [])
+
+    def groups(self) -> dict[str, list[nn.Parameter]]:
+        return {**super().groups(), "policy": [self.ratio_logits]}
+
+    @property
+    def reduced(self) -> list[int]:
+        return [layer for layer in range(self.spec.layers) if layer not in self.config.dense]
+
+    def ratios(self) -> list[float]:
+        if self.training:
+            return torch.sigmoid(self.ratio_logits.detach()).tolist()
+        version = self.ratio_logits._version
+        if self._shifted[0] != version:
+            logits = self.ratio_logits.detach().double().cpu()[None]  # (1, L)
+            schedule = RatioSchedule((1000.0,), logits, dense=frozenset(self.config.dense))
+            self._shifted = (version, schedule.shift(self.config.keep).ratios()[0].tolist())
+        return self._shifted[1]
+
+    def gates(self, scores: Tensor, k: int, layer: int, ctx: StepContext) -> Tensor:
+        learned = torch.sigmoid(self.ratio_logits[layer]) * ctx.tokens
+        budget = learned if self.exploration.ratio is None else float(k)
+        return lapsum_topk(scores, budget, self.config.alpha)
+
+    def losses(self, ctx: StepContext) -> dict[str, Tensor]:
+        if self.exploration.ratio is not None:
+            return {}
+        mean = torch.sigmoid(self.ratio_logits[self.reduced]).mean()
+        return {"budget": self.config.budget_weight * (mean - self.config.keep).square()}

@@ -1,0 +1,242 @@
+"""SparseDiT (Chang et al., 2024, arXiv 2412.06028): sparse-dense modules, in our own adaptation to text-to-image DiTs.
+
+The blocks between some dense ones form modules, each split into (generate, sparse, recover, dense) blocks:
+
+    generate   queries are the tokens of the grid pooled to m x m, keys and values all tokens; from here on
+               the pooled tokens are the image
+    sparse     ordinary blocks on m x m tokens
+    recover    merged = W1 upsampled + W2 (the module's input) are the queries, the sparse tokens keys and values
+    dense      ordinary blocks on all tokens
+
+The share of tokens pooled away follows the timestep: its least in the last quarter of denoising, more towards
+noise. W1 starts at 0 and W2 at the identity. Everything is known from grid and timestep, so both guidance
+halves are reduced alike and all counts are static.
+
+The release is class-conditional and square; there is no official text-to-image version. Here text joins
+queries and keys of every block unchanged, grids may be h x w (pooled to the nearest integers), there are no
+pooling blocks without queries (they would erase the text), and the objective is the trainer's. With both
+rates 0 there are no modules and the model is dense. Rotary attention (Flux) is refused: queries and keys
+stand at different positions in generate and recover blocks, and its attention takes one table for both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shiva.core import options
+from shiva.core.context import StepContext
+from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, Run
+from shiva.core.reduction import Reduction, Streams
+
+Role = Literal["generate", "sparse", "recover", "dense"]
+ROLES: tuple[Role, ...] = ("generate", "sparse", "recover", "dense")
+NOISE = 1000.0
+
+
+@dataclass(frozen=True)
+class SparseDiT(MethodConfig):
+    """Pool the image to a coarse grid inside modules of blocks, and recover it at their end."""
+
+    rates: tuple[float, float] = (0.61, 0.86)
+    """Share of tokens pooled away: least (near the clean image) and most (at pure noise)."""
+    split: tuple[int, int, int, int] = (1, 3, 1, 1)
+    """Generate, sparse, recover and dense blocks of a module; exactly one generates and one recovers."""
+    bottom: int = 2
+    """Dense blocks before the first module."""
+    top: int = 4
+    """Dense blocks, at least, after the last module."""
+    modules: int | None = None
+    """Number of modules; None takes as many as fit."""
+
+    presets: ClassVar = {"paper": {"rates": (0.47, 0.47)}}
+    fixed: ClassVar = frozenset({"split", "bottom", "top", "modules"})
+
+    def __post_init__(self) -> None:
+        least, most = (options.share("rates", rate, zero=True) for rate in self.rates)
+        if least > most or most >= 1:
+            raise ValueError(f"rates={self.rates} must rise and stay below 1; pass (least, most), as (0.61, 0.86)")
+        generate, sparse, recover, dense = self.split
+        if generate != 1 or recover != 1 or sparse < 0 or dense < 0:
+            raise ValueError(f"split={self.split} must be (1, sparse, 1, dense); pass (1, 3, 1, 1) as released")
+        object.__setattr__(self, "rates", (least, most))
+        object.__setattr__(self, "split", tuple(self.split))
+
+    def build(self, spec: BackboneSpec) -> SparseDiTMethod:
+        return SparseDiTMethod(self, spec)
+
+
+def pruning_rate(timestep: float, least: float, most: float) -> float:
+    """r(t): `least` below T/4, then linear up to `most` at T; `least` too where t is not known."""
+    if not timestep > NOISE / 4:
+        return least
+    return ((4 * NOISE - 4 * timestep) * least + (4 * timestep - NOISE) * most) / (3 * NOISE)
+
+
+def sparse_grid(grid: tuple[int, int], rate: float) -> tuple[int, int]:
+    """Rows and columns of the pooled grid: the nearest integers to each side times sqrt(1 - rate)."""
+    side = math.sqrt(1 - rate)
+    rows, columns = (max(1, math.floor(length * side + 0.5)) for length in grid)
+    return rows, columns
+
+
+def pool(x: Tensor, grid: tuple[int, int], coarse: tuple[int, int]) -> Tensor:
+    """Tokens (B, h w, D) averaged over the cells of a coarse grid: (B, m n, D)."""
+    planes = x.transpose(1, 2).unflatten(2, grid)  # (B, D, h, w)
+    return F.adaptive_avg_pool2d(planes, coarse).flatten(2).transpose(1, 2)
+
+
+def upsample(x: Tensor, coarse: tuple[int, int], grid: tuple[int, int]) -> Tensor:
+    """Tokens (B, m n, D) of a coarse grid copied to the nearest of the full one: (B, h w, D)."""
+    planes = x.transpose(1, 2).unflatten(2, coarse)
+    return F.interpolate(planes, size=grid, mode="nearest").flatten(2).transpose(1, 2)
+
+
+def cell_centres(grid: tuple[int, int], coarse: tuple[int, int], device: torch.device) -> Tensor:
+    """The full grid's token (m n,) nearest to the centre of each coarse cell."""
+    rows, columns = (
+        (torch.arange(few, device=device) * 2 + 1) * many // (2 * few) for many, few in zip(grid, coarse, strict=True)
+    )
+    return (rows[:, None] * grid[1] + columns).flatten()
+
+
+@contextlib.contextmanager
+def keys_from(attention: nn.Module, tokens: Tensor) -> Iterator[None]:
+    """Inside this context the attention takes the image's keys and values from other tokens (B, S, D)."""
+    if getattr(attention, "fused_projections", False):
+        raise ValueError("SparseDiT needs separate query and key projections; call unfuse_qkv_projections() first")
+    handles = [
+        getattr(attention, name).register_forward_pre_hook(lambda module, args: (tokens,)) for name in ("to_k", "to_v")
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Merge(nn.Module):
+    """merged = W1 up + W2 dense; the module's input alone at first."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.sparse = nn.Linear(width, width, bias=False)
+        self.dense = nn.Linear(width, width, bias=False)
+        nn.init.zeros_(self.sparse.weight)
+        nn.init.eye_(self.dense.weight)
+
+    def forward(self, up: Tensor, dense: Tensor) -> Tensor:
+        dtype = dense.dtype
+        return F.linear(up, self.sparse.weight.to(dtype)) + F.linear(dense, self.dense.weight.to(dtype))
+
+
+class SparseDiTMethod(Method):
+    """The chain of modules."""
+
+    sites = frozenset({"block", "attention", "cross_attention", "ffn"})
+    guidance = "shared"
+    config: SparseDiT
+
+    def __init__(self, config: SparseDiT, spec: BackboneSpec):
+        super().__init__(config, spec)
+        length = sum(config.split)
+        room = spec.layers - config.bottom - config.top
+        modules = room // length if config.modules is None else config.modules
+        if modules < 1 or modules * length > room:
+            raise ValueError(
+                f"{modules} modules of split={config.split} between bottom={config.bottom} and top={config.top} "
+                f"dense blocks do not fit the {spec.layers} layers of {spec.name}; pass fewer of them"
+            )
+        roles = [role for role, times in zip(ROLES, config.split, strict=True) for _ in range(times)]
+        self.roles: dict[int, tuple[Role, int]] = {
+            config.bottom + module * length + i: (role, module)
+            for module in range(modules)
+            for i, role in enumerate(roles)
+        }
+        self.merges = nn.ModuleList(Merge(spec.width) for _ in range(modules))
+
+    def groups(self) -> dict[str, list[nn.Parameter]]:
+        return {"router": list(self.merges.parameters())}
+
+    def selects(self, site: Place) -> bool:
+        if getattr(site, "rope", None) is not None:
+            raise TypeError(
+                f"SparseDiT is not defined on {self.spec.name}: its attention rotates queries and keys by one "
+                "table, and generate and recover blocks hold them at different positions; use SD3, PixArt or DiT"
+            )
+        return self.roles.get(site.layer, ("dense", 0))[0] != "dense"
+
+    def begin_step(self, ctx: StepContext) -> None:
+        if not ctx.blocks_adjoin:
+            raise ValueError(
+                "a ControlNet adds to all tokens between blocks, where SparseDiT holds fewer; detach one of them"
+            )
+
+    def coarse_grid(self, ctx: StepContext) -> tuple[int, int]:
+        explored = self.exploration.ratio if self.training else None
+        rate = pruning_rate(ctx.timestep, *self.config.rates) if explored is None else 1 - explored
+        return sparse_grid(ctx.grid, rate)
+
+    def plan(self, ctx: StepContext, timesteps: list[float] | None) -> tuple[int, ...]:
+        coarse = math.prod(self.coarse_grid(ctx))
+        pooled = {"generate", "sparse"}
+        roles = (self.roles.get(layer, ("dense", 0))[0] for layer in range(self.spec.layers))
+        return tuple(coarse if role in pooled else ctx.tokens for role in roles)
+
+    # -- blocks --------------------------------------------------------------------------------------
+
+    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+        if site.kind != "block":
+            return self.inside(run, x, site, ctx)
+        coarse = self.coarse_grid(ctx)
+        if coarse == ctx.grid:
+            return run(x, None)
+        return self.block(run, x, coarse, site, ctx)
+
+    def block(self, run: Run, x: Tensor, coarse: tuple[int, int], site: Place, ctx: StepContext) -> Streams:
+        """A block of a module on x: all tokens (B, N, D) at its start, the coarse grid's (B, m n, D) from then on."""
+        role, module = self.roles[site.layer]
+        if role == "generate":
+            ctx.memory["dense", module] = x
+            return self.across(run, pool(x, ctx.grid, coarse), x, site, ctx)
+        if role == "recover":
+            merged = self.merges[module](upsample(x, coarse, ctx.grid), ctx.memory["dense", module])
+            return self.across(run, merged, x, site, ctx)
+        centres = cell_centres(ctx.grid, coarse, x.device).expand(x.shape[0], -1)
+        return run(x, Reduction(lambda full: full, lambda values, base: values, centres))
+
+    def across(self, run: Run, queries: Tensor, keys: Tensor, site: Place, ctx: StepContext) -> Streams:
+        """The block on queries (B, Q, D) that attend to keys (B, S, D), both normed and modulated by the block.
+
+        It is called on both in one sequence; inside, attention and FFN update the queries only, so that
+        nothing but norms and residuals is spent on the keys.
+        """
+        count = queries.shape[1]
+        ctx.memory["queries"] = count
+        try:
+            out = run(torch.cat([queries, keys], dim=1), None)
+        finally:
+            del ctx.memory["queries"]
+        ctx.kept[site.name] = count
+        return out._replace(image=out.image[:, :count])
+
+    def inside(self, run: Run, x: Tensor, site: Place, ctx: StepContext) -> Streams:
+        """An attention or FFN inside a block; its block accounts for its tokens."""
+        count: int | None = ctx.memory.get("queries")
+        if count is None:
+            out = run(x, None)
+        else:
+            queries, keys = x[:, :count], x[:, count:]
+            swap = keys_from(site.module, keys) if site.kind == "attention" else contextlib.nullcontext()
+            with swap:
+                out = run(queries, None)
+            out = out._replace(image=F.pad(out.image, (0, 0, 0, keys.shape[1])))  # the keys receive no update
+        del ctx.kept[site.name]
+        return out
