@@ -117,8 +117,11 @@ class TinyPipeline:
 
     def load(self, folder: Path) -> DiffusionPipeline:
         """Through the disk, as a user's would come."""
+        self.make().save_pretrained(folder)
+        return self.load_from(folder)
+
+    def load_from(self, folder: Path | str) -> DiffusionPipeline:
         made = self.make()
-        made.save_pretrained(folder)
         absent = {name: None for name, part in made.components.items() if part is None}
         pipe = type(made).from_pretrained(folder, **absent)
         pipe.set_progress_bar_config(disable=True)

@@ -32,7 +32,9 @@ def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.5 / max(parameter.shape) ** 0.5))
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator) * (0.5 / max((1, *parameter.shape)) ** 0.5)
+            )
     return model.eval()
 
 

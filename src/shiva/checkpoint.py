@@ -124,6 +124,14 @@ class ShivaCheckpoint(ModelHubMixin, library_name="shiva-dit", tags=["diffusion"
         write_atomically(folder / CONFIG_FILE, to_json(description))
 
     @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> ShivaCheckpoint:
+        """Load from a folder, or from the hub by its `owner/name`."""
+        name = str(pretrained_model_name_or_path)
+        if not Path(name).is_dir() and (Path(name).is_absolute() or name.startswith(".") or name.count("/") != 1):
+            raise FileNotFoundError(f"no checkpoint folder at {name}; check the path, or pass a hub id (owner/name)")
+        return super().from_pretrained(name, **kwargs)
+
+    @classmethod
     def _from_pretrained(
         cls,
         *,
@@ -137,8 +145,6 @@ class ShivaCheckpoint(ModelHubMixin, library_name="shiva-dit", tags=["diffusion"
     ) -> ShivaCheckpoint:
         folder = Path(model_id)
         if not folder.is_dir():
-            if folder.is_absolute() or model_id.startswith(".") or model_id.count("/") != 1:
-                raise FileNotFoundError(f"no checkpoint folder at {model_id}; check the path, or pass a hub id")
             folder = Path(
                 snapshot_download(
                     model_id,

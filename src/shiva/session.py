@@ -215,6 +215,7 @@ class Session:
             timestep=timestep,
             step=run.step,
             steps=None if timesteps is None else len(timesteps),
+            channels=latents.shape[1 if latents.ndim == 4 else -1],
             text_tokens=around.text_tokens,
             guidance_pairs=run.paired,
             branch=run.branch,
@@ -380,7 +381,7 @@ def attach(
     refuse_conflicts(target, transformer)
     spec = backbone.spec(transformer)
     if isinstance(method, (str, Path)):
-        method = ShivaCheckpoint.from_pretrained(str(method))
+        method = ShivaCheckpoint.from_pretrained(method)
     adapter = None
     if isinstance(method, ShivaCheckpoint):
         method.check(spec)

@@ -1,0 +1,201 @@
+"""Checkpoints: what is saved is what runs, in another process too, and nothing wrong is loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+import shiva
+from pipelines import PIPELINES
+from shiva.checkpoint import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE, remove_adapter, write_atomically
+
+from tiny import BACKBONES, make_flux, make_sd3, randomized
+
+IN_ANOTHER_PROCESS = """
+import sys, torch
+sys.path.insert(0, sys.argv[4])
+torch.set_num_threads(1)
+import shiva
+from pipelines import PIPELINES
+tiny = PIPELINES["sd3"]
+pipe = tiny.load_from(sys.argv[1])
+with shiva.attach(pipe, sys.argv[2], budget=0.5):
+    torch.save(tiny.image(pipe), sys.argv[3])
+"""
+
+
+def varied_method(model: nn.Module, **options: Any) -> Any:
+    """A method with weights and a table that are not the initial ones."""
+    session = shiva.attach(model, shiva.Shiva(**options))
+    session.detach()
+    method = session.method
+    randomized(method.policy, seed=5)
+    method.eval()
+    method.set_schedule(shiva.RatioSchedule.compile(method.policy, [1000.0, 500.0, 0.0]))
+    return method
+
+
+def adapter(model: nn.Module) -> dict[str, Any]:
+    """A DoRA adapter as training leaves it, taken out of a throw-away copy of the model."""
+    config = peft.LoraConfig(r=4, use_dora=True, target_modules=["to_q", "ff.net.2"])
+    wrapped = peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER_NAME)
+    weights = peft.get_peft_model_state_dict(wrapped, adapter_name=ADAPTER_NAME)
+    weights = {name: torch.randn_like(t) * 0.3 + t for name, t in weights.items()}
+    plain = {"r": 4, "use_dora": True, "target_modules": ["to_q", "ff.net.2"]}
+    return {"adapter_config": plain, "adapter_weights": weights}
+
+
+def test_a_saved_checkpoint_gives_the_same_image_in_a_new_process(tmp_path: Path) -> None:
+    tiny = PIPELINES["sd3"]
+    pipe = tiny.load(tmp_path / "pipe")
+    method = varied_method(pipe.transformer, budget=0.7)
+    parts = adapter(tiny.make().transformer)
+    checkpoint = shiva.ShivaCheckpoint.of(method, base_model="tiny", budget=0.7, **parts)
+    checkpoint.save_pretrained(tmp_path / "checkpoint")
+    dense = tiny.image(pipe)
+    with shiva.attach(pipe, checkpoint, budget=0.5):
+        expected = tiny.image(pipe)
+    assert torch.equal(tiny.image(pipe), dense), "detaching takes the adapter out too"
+    out = tmp_path / "image.pt"
+    here = str(Path(__file__).parent)
+    arguments = [str(tmp_path / "pipe"), str(tmp_path / "checkpoint"), str(out), here]
+    subprocess.run([sys.executable, "-c", IN_ANOTHER_PROCESS, *arguments], check=True, timeout=240)
+    assert torch.equal(torch.load(out, weights_only=True), expected)
+    assert not torch.equal(expected, dense)
+
+
+def test_everything_survives_the_files(tmp_path: Path) -> None:
+    method = varied_method(make_sd3(), sharing="groups-3", signals=("time",), bottleneck=16)
+    shiva.ShivaCheckpoint.of(method, base_model="some/model", budget=0.6).save_pretrained(tmp_path)
+    again = shiva.ShivaCheckpoint.from_pretrained(str(tmp_path))
+    assert again.method_config == method.config
+    assert again.origin.base_model == "some/model"
+    assert again.origin.budget == 0.6
+    loaded = again.method()
+    assert loaded.schedule.counts(64) == method.schedule.counts(64)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), method.parameters(), strict=True))
+    assert {p.suffix for p in tmp_path.iterdir()} <= {".json", ".safetensors", ".md"}, "no pickles"
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_an_adapter_goes_in_and_out_of_every_backbone(backbone: str) -> None:
+    """Also of those without diffusers' own adapter support; a user's own adapter stays."""
+    tiny = BACKBONES[backbone]
+    model, call = tiny.make(), tiny.call(1, 6, 6)
+    names = {name: type(m) for name, m in model.named_modules()}
+    checkpoint = shiva.ShivaCheckpoint.of(varied_method(model), **adapter(tiny.make()))
+    with torch.no_grad():
+        dense = model(**call)[0]
+        session = shiva.attach(model, checkpoint, budget=1.0)
+        assert not torch.equal(model(**call)[0], dense)
+        session.detach()
+        assert torch.equal(model(**call)[0], dense)
+        assert {name: type(m) for name, m in model.named_modules()} == names
+        assert all(p.requires_grad for p in model.parameters())
+
+        peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["to_k"]), model, adapter_name="users")
+        with shiva.attach(model, checkpoint, budget=0.5):
+            pass
+        left = {n for n, m in model.named_modules() if isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer)}
+        assert left
+        assert all(n.endswith("to_k") for n in left)
+        remove_adapter(model, "users")
+        assert torch.equal(model(**call)[0], dense)
+
+
+def saved(tmp_path: Path) -> Path:
+    shiva.ShivaCheckpoint.of(varied_method(make_sd3())).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def edited(tmp_path: Path, **changes: Any) -> Path:
+    path = saved(tmp_path) / CONFIG_FILE
+    description = json.loads(path.read_text())
+    for key, value in changes.items():
+        if value is None:
+            del description[key]
+        elif isinstance(value, dict):
+            description[key].update(value)
+        else:
+            description[key] = value
+    path.write_text(json.dumps(description))
+    return tmp_path
+
+
+def truncated(tmp_path: Path) -> Path:
+    path = saved(tmp_path) / WEIGHTS_FILE
+    path.write_bytes(path.read_bytes()[:-100])
+    return tmp_path
+
+
+def without_weights(tmp_path: Path) -> Path:
+    (saved(tmp_path) / WEIGHTS_FILE).unlink()
+    return tmp_path
+
+
+def with_nan(tmp_path: Path) -> Path:
+    checkpoint = shiva.ShivaCheckpoint.of(varied_method(make_sd3()))
+    checkpoint.weights["policy.anchor"].fill_(float("nan"))
+    checkpoint.save_pretrained(tmp_path)
+    return tmp_path
+
+
+BROKEN = {
+    "not a safetensors file": (truncated, "not a whole safetensors file"),
+    "no weights": (without_weights, "is missing; save the checkpoint again"),
+    "NaN weights": (with_nan, "policy.anchor"),
+    "a later format": (lambda p: edited(p, format=9), "has format 9, this version reads 1"),
+    "an unknown option": (lambda p: edited(p, options={"bugdet": 1}), "did you mean 'budget'"),
+    "an unknown method": (lambda p: edited(p, method="Shivaa"), "did you mean 'Shiva'"),
+    "no backbone": (lambda p: edited(p, backbone=None), "has no 'backbone'"),
+    "another architecture": (lambda p: edited(p, backbone={"name": "FluxTransformer2DModel"}), "is for Flux"),
+    "another size": (
+        lambda p: edited(p, backbone={"layers": 24, "width": 1536}),
+        "this checkpoint is for 24 layers of width 1536; the pipeline has 4 of 32",
+    ),
+    "an empty folder": (lambda p: p, "config.json is missing"),
+    "no folder": (lambda p: p / "nowhere", "no checkpoint folder at"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_checkpoint_is_refused_in_one_line_and_the_model_is_left_alone(fault: str, tmp_path: Path) -> None:
+    make, message = BROKEN[fault]
+    model = make_sd3()
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        shiva.attach(model, make(tmp_path))
+    assert message in str(error.value)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_a_checkpoint_of_another_model_and_a_trained_shape_cannot_be_overridden(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    with pytest.raises(ValueError, match="for SD3Transformer2DModel; the pipeline has a FluxTransformer2DModel"):
+        shiva.attach(make_flux(), path)
+    with pytest.raises(ValueError, match="bottleneck is fixed by training"):
+        shiva.attach(make_sd3(), path, bottleneck=32)
+    with pytest.raises(ValueError, match="budget=7 is above 1"):
+        shiva.attach(make_sd3(), path, budget=7)
+
+
+def test_atomic_writes_leave_the_old_file_when_they_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file.json"
+    write_atomically(path, b"old")
+
+    def fail(*args: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
