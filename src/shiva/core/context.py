@@ -46,6 +46,8 @@ class StepContext:
     """Index of this step in the sampling run, from 0."""
     steps: int | None = None
     """Length of the sampling run, where a scheduler is known."""
+    channels: int = 0
+    """Channels of the latents; a model that also predicts their variance returns twice as many."""
     text_tokens: int = 0
     """Length of the text that leads a joint sequence (Flux single blocks)."""
     guidance_pairs: bool = False

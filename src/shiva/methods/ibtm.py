@@ -1,0 +1,183 @@
+"""IBTM: Importance-Based Token Merging (Wu et al., ICCV 2025; github.com/cvlab-stonybrook/importance-token-merge)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shiva.core import options
+from shiva.core.context import StepContext
+from shiva.core.method import BackboneSpec, GuidancePolicy, Method, MethodConfig, Place, SiteKind
+from shiva.core.reduction import Reduction
+from shiva.methods.tomesd import merged_share, sublayers
+from shiva.modules.merging import (
+    Matching,
+    best_destination,
+    block_matching,
+    draw,
+    match,
+    merge_best,
+    merging,
+    partition,
+    seeded,
+    split,
+    windows,
+)
+
+OUTSIDE_BONUS = 1e3
+"""Added to the score of tokens outside the pool, so that they merge before any inside it."""
+TIE_BREAK = 1e-3
+"""Deviation of the destinations' coordinates, so that equally near ones are chosen among at random."""
+
+
+@dataclass(frozen=True)
+class IBTM(MethodConfig):
+    """Merge the tokens that guidance changes least, into random ones among those it changes most."""
+
+    ratio: float = 0.5
+    """Share of image tokens merged away."""
+    pool: float = 1.0
+    """Size of the pool of important tokens, relative to the number of tokens left after merging."""
+    layers: tuple[int, int] = (7, 20)
+    """First and last block that merges."""
+    sites: tuple[SiteKind, ...] = ("attention", "cross_attention")
+    """Sub-layers that run on merged tokens: attention, cross_attention, ffn."""
+    similarity: str = "position"
+    """Merge into the nearest destination on the grid (position), or the most similar block input (feature)."""
+    merge_from: int = 4
+    """First step that averages merged tokens; before it they are dropped, and receive their destination's result."""
+    first_step: str = "partition"
+    """The first step, which has no guidance difference yet: ToMeSD's random partition, or dense."""
+    guidance: GuidancePolicy = "per-sample"
+    """Pool and destinations are always common to both halves; per-sample lets each rank its own sources."""
+    seed: int = 0
+    """Seed of the random destinations."""
+
+    presets: ClassVar = {"paper": {"ratio": 0.25, "sites": ("attention",), "first_step": "dense"}}
+
+    def __post_init__(self) -> None:
+        merged_share("ratio", self.ratio)
+        if not self.pool > 0:
+            raise ValueError(f"pool={self.pool} must be above 0; 1 merges exactly the least important tokens")
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if len(self.layers) != 2 or not 0 <= self.layers[0] <= self.layers[1]:
+            raise ValueError(f"layers={self.layers} is no range; pass (first, last) with 0 <= first <= last")
+        object.__setattr__(self, "sites", sublayers(self.sites))
+        options.choice("similarity", self.similarity, ("position", "feature"))
+        options.choice("first_step", self.first_step, ("partition", "dense"))
+        options.choice("guidance", self.guidance, ("per-sample", "shared"))
+
+    def removed(self, tokens: int) -> int:
+        """Tokens merged away out of N."""
+        return int(self.ratio * tokens)
+
+    def build(self, spec: BackboneSpec) -> IBTMMethod:
+        return IBTMMethod(self, spec)
+
+
+def guidance_difference(first: Tensor, second: Tensor, grid: tuple[int, int], channels: int) -> Tensor:
+    """Mean absolute difference of two predictions at each token: (B, N).
+
+    Predictions are (B, C, H, W), of which only the latents' own channels count, or Flux's (B, N, C).
+    """
+    difference = (first.float() - second.float()).abs()
+    if difference.ndim == 3:
+        return difference.mean(dim=-1)
+    return F.adaptive_avg_pool2d(difference[:, :channels].mean(dim=1, keepdim=True), grid).flatten(1)
+
+
+def nearest_destination(destinations: Tensor, sources: Tensor, columns: int, jitter: Tensor) -> tuple[Tensor, Tensor]:
+    """Minus the distance on the grid of each source (B, S) to its nearest destination, and that one's index."""
+
+    def coordinates(positions: Tensor) -> Tensor:
+        return torch.stack([positions // columns, positions % columns], dim=-1).float()
+
+    distance, target = torch.cdist(coordinates(sources), coordinates(destinations) + jitter).min(dim=-1)
+    return -distance, target
+
+
+class IBTMMethod(Method):
+    """Ranks tokens by the previous step's guidance difference, which it sees in the model's output."""
+
+    config: IBTM
+
+    def __init__(self, config: IBTM, spec: BackboneSpec):
+        super().__init__(config, spec)
+        self.sites = frozenset(config.sites)
+        self.guidance = config.guidance
+
+    def selects(self, site: Place) -> bool:
+        first, last = self.config.layers
+        return site.kind in self.sites and first <= site.layer <= last
+
+    # -- importance ----------------------------------------------------------------------------------
+
+    def end_step(self, output: Tensor, ctx: StepContext) -> None:
+        ctx.run["begun"] = True
+        if ctx.guidance_pairs:
+            first, second = output.chunk(2)
+        elif ctx.branch:
+            first, second = ctx.memory["first branch"], output
+        else:
+            ctx.memory["first branch"] = output
+            return
+        ctx.run["importance"] = guidance_difference(first, second, ctx.grid, ctx.channels)
+
+    def begin_step(self, ctx: StepContext) -> None:
+        """Draw the step's destinations; the second branch of a step takes the first's."""
+        if ctx.branch or not self.config.removed(ctx.tokens):
+            return
+        generator = seeded(self.config.seed, ctx.step)
+        if not ctx.run:
+            cells = windows(ctx.grid)
+            ctx.memory["partition"] = partition(cells, draw(cells, self.spec.layers, generator), ctx.tokens)
+            return
+        if "importance" not in ctx.run:
+            raise RuntimeError(
+                "IBTM ranks tokens by the difference of the two guidance predictions, but the step before had only "
+                "one: raise guidance_scale above 1 (Flux: true_cfg_scale, with a negative prompt), or, if both "
+                "halves are in the batch, attach with guidance='batched'"
+            )
+        kept = ctx.tokens - self.config.removed(ctx.tokens)
+        pool = min(int(self.config.pool * kept), ctx.tokens)
+        order = ctx.run["importance"].argsort(dim=1, descending=True, stable=True)
+        ctx.memory["pool"] = order[:, :pool]  # (b, M), b images
+        drawn = torch.rand(self.spec.layers, pool, generator=generator).argsort(dim=1)
+        ctx.memory["drawn"] = drawn[:, : max(1, ctx.tokens // 4)]  # (L, K)
+        ctx.memory["jitter"] = TIE_BREAK * torch.randn(drawn.shape[1], 2, generator=generator)
+
+    # -- merging -------------------------------------------------------------------------------------
+
+    def observe(self, x: Tensor, site: Place, ctx: StepContext) -> None:
+        ctx.memory["input"] = x
+
+    def matching(self, metric: Tensor, layer: int, ctx: StepContext) -> Matching:
+        config, device = self.config, metric.device
+        removed = config.removed(ctx.tokens)
+        if "partition" in ctx.memory:
+            destinations, sources = (part[layer].to(device) for part in ctx.memory["partition"])
+            return match(metric, destinations, sources, removed)
+        pool = ctx.memory["pool"].to(device)  # (b, M)
+        destinations, sources = split(pool[:, ctx.memory["drawn"][layer].to(device)], ctx.tokens)
+        outside = torch.ones_like(pool[:, :1]).expand(-1, ctx.tokens).scatter(1, pool, 0).gather(1, sources)
+        halves = metric.shape[0] // pool.shape[0]
+        if config.similarity == "position":
+            jitter = ctx.memory["jitter"][: destinations.shape[1]].to(device)
+            score, target = nearest_destination(destinations, sources, ctx.grid[1], jitter)
+            return merge_best(score + OUTSIDE_BONUS * outside, target, destinations, sources, removed).repeat(halves)
+        destinations, sources, outside = (part.repeat(halves, 1) for part in (destinations, sources, outside))
+        score, target = best_destination(metric, destinations, sources)
+        return merge_best(score.float() + OUTSIDE_BONUS * outside, target, destinations, sources, removed)
+
+    def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
+        config = self.config
+        if not config.removed(ctx.tokens) or ("partition" in ctx.memory and config.first_step == "dense"):
+            return None
+        make = partial(self.matching, layer=site.layer, ctx=ctx)
+        matching = block_matching(site.layer, ctx.memory["input"], self.guidance, ctx, make)
+        return merging(matching, "mean" if ctx.step >= config.merge_from else "prune")

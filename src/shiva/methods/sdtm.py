@@ -1,0 +1,198 @@
+"""SDTM: Structure-then-Detail Token Merging for DiTs (Fang et al., CVPR 2025; github.com/ICTMCG/SDTM)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shiva.core import options
+from shiva.core.context import StepContext
+from shiva.core.method import BackboneSpec, GuidancePolicy, Method, MethodConfig, Place, Run
+from shiva.core.reduction import Reduction, Streams
+from shiva.methods.tomesd import merged_share
+from shiva.modules.merging import (
+    Matching,
+    Windows,
+    block_matching,
+    draw,
+    match,
+    merging,
+    seeded,
+    unit,
+    unmerge,
+    windows,
+)
+
+MERGE_ONLY = {"ratio": 0.25, "cache_weight": 1.0, "protect_every": None}
+
+
+@dataclass(frozen=True)
+class SDTM(MethodConfig):
+    """Merge whole windows while the structure forms, then single similar tokens while details do."""
+
+    ratio: float = 0.3
+    """Share of image tokens merged away, at the middle of its range over the run."""
+    deviation: float = 0.2
+    """The share falls along a cosine from ratio + deviation at the first step to ratio - deviation at the last."""
+    switch: int = 20
+    """Last step of the structure stage, counted from 0."""
+    steps: int = 50
+    """Length of the run where no scheduler tells it (a bare transformer)."""
+    random: bool = True
+    """Draw the destination inside a merged window at random, not its top left token."""
+    priority: float = 0.05
+    """Weight, in a window's score, of how long its tokens have been merged."""
+    cache_weight: float = 0.1
+    """Weight of a merged token's new result; the rest is its own result at the last protected step."""
+    protect_every: int | None = 3
+    """Every n-th step runs dense and refreshes that cache; None never."""
+    round_to: int = 16
+    """Round counts of merged windows and tokens down to this multiple."""
+    guidance: GuidancePolicy = "per-sample"
+    """Whether each sample chooses its own tokens to merge, or the first guidance half chooses for both."""
+    seed: int = 0
+    """Seed of the random destinations."""
+
+    presets: ClassVar = {"release": {}, "merge_only": MERGE_ONLY, "paper": MERGE_ONLY}
+
+    def __post_init__(self) -> None:
+        options.share("deviation", self.deviation, zero=True)
+        merged_share("ratio + deviation", self.ratio + self.deviation)
+        if self.deviation > self.ratio:
+            raise ValueError(
+                f"deviation={self.deviation} is above ratio={self.ratio}; the last steps would be below 0"
+            )
+        options.share("cache_weight", self.cache_weight)
+        for name in ("steps", "round_to", "protect_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if self.cache_weight < 1 and self.protect_every is None:
+            raise ValueError(
+                f"cache_weight={self.cache_weight} needs protected steps to fill the cache; "
+                "pass protect_every, or cache_weight=1"
+            )
+        options.choice("guidance", self.guidance, ("per-sample", "shared"))
+
+    def share(self, step: int, steps: int) -> float:
+        """Share of tokens merged away at a step of a run."""
+        progress = min(step / (steps - 1), 1.0) if steps > 1 else 0.0
+        return self.ratio - self.deviation + 2 * self.deviation * math.cos(math.pi / 2 * progress)
+
+    def merged_windows(self, share: float, tokens: int) -> int:
+        """Windows merged in the structure stage; each removes three tokens."""
+        return self.round_to * (int(share * tokens) // (3 * self.round_to))
+
+    def merged_tokens(self, share: float, tokens: int) -> int:
+        """Tokens merged in the detail stage."""
+        return self.round_to * (int(share * tokens) // self.round_to)
+
+    def build(self, spec: BackboneSpec) -> SDTMMethod:
+        return SDTMMethod(self, spec)
+
+
+def ordered_members(cells: Windows, pick: Tensor) -> Tensor:
+    """Members of each cell beginning with the picked one: pick (..., C) -> (..., C, m)."""
+    size = cells.members.shape[1]
+    turned = (pick[..., None] + torch.arange(size, device=pick.device)) % size
+    return cells.members.expand(*pick.shape, size).gather(-1, turned)
+
+
+def structure_matching(metric: Tensor, priority: Tensor, cells: Windows, pick: Tensor, merged: int) -> Matching:
+    """Merge whole the windows whose tokens are most alike; priority (B, N) is added to that likeness.
+
+    The mean of a window's cosine matrix is the squared length of its mean unit token.
+    """
+    likeness = unit(metric)[:, cells.members].mean(dim=2).square().sum(dim=-1)  # (B, C)
+    order = (likeness + priority[:, cells.members].mean(dim=2)).argsort(dim=1, descending=True, stable=True)
+    members = ordered_members(cells, pick)[order]  # (B, C, m), best windows first
+    chosen, others = members[:, :merged], members[:, merged:]
+    batch, siblings = metric.shape[0], members.shape[2] - 1
+    target = torch.arange(merged, device=metric.device).repeat_interleave(siblings).expand(batch, -1)
+    kept = torch.cat([others.flatten(1), cells.outside.expand(batch, -1)], dim=1)
+    return Matching(kept, chosen[..., 0], chosen[..., 1:].flatten(1), target)
+
+
+def detail_matching(metric: Tensor, counter: Tensor, cells: Windows, merged: int) -> Matching:
+    """Merge the most similar tokens into the longest merged one of each window; counter is (B, N)."""
+    members = ordered_members(cells, counter[:, cells.members].argmax(dim=2))  # (B, C, m)
+    sources = torch.cat([members[..., 1:].flatten(1), cells.outside.expand(metric.shape[0], -1)], dim=1)
+    return match(metric, members[..., 0], sources, merged)
+
+
+class SDTMMethod(Method):
+    """Structure stage around attention and FFN, detail stage around the FFN alone."""
+
+    sites = frozenset({"attention", "ffn"})
+    config: SDTM
+
+    def __init__(self, config: SDTM, spec: BackboneSpec):
+        super().__init__(config, spec)
+        self.guidance = config.guidance
+
+    def begin_step(self, ctx: StepContext) -> None:
+        config = self.config
+        share = config.share(ctx.step, ctx.steps or config.steps)
+        structure = ctx.step <= config.switch
+        ctx.memory["structure"] = structure
+        ctx.memory["merged"] = (config.merged_windows if structure else config.merged_tokens)(share, ctx.tokens)
+        ctx.memory["protected"] = config.protect_every is not None and ctx.step % config.protect_every == 0
+        if ctx.memory["merged"]:
+            generator = seeded(config.seed, ctx.step) if config.random else None
+            ctx.memory["cells"] = cells = windows(ctx.grid)
+            ctx.memory["pick"] = draw(cells, self.spec.layers, generator)
+            ctx.memory["merged"] = min(ctx.memory["merged"], cells.members.shape[0] * (1 if structure else 3))
+
+    def matching(self, metric: Tensor, layer: int, ctx: StepContext) -> Matching:
+        """Match the block's tokens and count how long each has been merged; all blocks share the counter."""
+        device, key = metric.device, ("counter", ctx.branch)
+        cells = Windows(*(part.to(device) for part in ctx.memory["cells"]))
+        counter: Tensor | None = ctx.run.get(key)
+        if counter is None:
+            counter = torch.zeros(metric.shape[:2], device=device)
+        if ctx.memory["structure"]:
+            priority = counter / counter.mean(dim=1, keepdim=True).clamp(min=1e-6)
+            pick = ctx.memory["pick"][layer].to(device)
+            weighted = self.config.priority * priority
+            matching = structure_matching(metric, weighted, cells, pick, ctx.memory["merged"])
+        else:
+            matching = detail_matching(metric, counter, cells, ctx.memory["merged"])
+        ctx.run[key] = (counter + 1).scatter(1, matching.kept, 0.0)
+        return matching
+
+    def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
+        first_of_block = ctx.memory.get("metric", (None,))[0] != (site.layer, ctx.branch)
+        if site.kind == "attention" and first_of_block:
+            ctx.memory["metric"] = ((site.layer, ctx.branch), x)
+        dense_here = site.kind == "attention" and not ctx.memory["structure"]
+        if not ctx.memory["merged"] or dense_here:
+            return None
+        make = partial(self.matching, layer=site.layer, ctx=ctx)
+        matching = block_matching(site.layer, ctx.memory["metric"][1], self.guidance, ctx, make)
+        cached: Tensor | None = ctx.run.get(("cache", site.name, ctx.branch))
+        return merging(matching) if cached is None else blended(matching, cached, self.config.cache_weight)
+
+    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+        if not ctx.memory["protected"]:
+            return super().around(run, x, base, site, ctx)
+        out = run(x, None)
+        if self.config.cache_weight < 1:
+            ctx.run["cache", site.name, ctx.branch] = out.image
+        return out
+
+
+def blended(matching: Matching, cached: Tensor, weight: float) -> Reduction:
+    """Merging after which merged tokens mix their new result with their cached one (B, N, D)."""
+
+    def restore(values: Tensor, base: Tensor) -> Tensor:
+        new = unmerge(values, matching)
+        merged = torch.cat([matching.destinations, matching.sources], dim=1)
+        weights = new.new_ones(new.shape[:2]).scatter(1, merged, weight)[..., None]
+        return torch.where(weights < 1, torch.lerp(cached, new, weight), new)
+
+    return Reduction(reduce=merging(matching).reduce, restore=restore, positions=matching.positions)
