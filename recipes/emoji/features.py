@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+STAGE_ENDS = (0, 2, 4, 10, 15)
+"""EfficientNet-Lite0's last block at each of its five resolutions."""
+
 
 def _package(name: str, requirement: str) -> Any:
     try:
@@ -31,14 +34,36 @@ class EfficientNetLite0:
         self.network.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
         self.side = side
 
+    def enlarge(self, images: Tensor) -> Tensor:
+        return F.interpolate(images, size=(self.side, self.side), mode="bilinear", antialias=True)
+
     @torch.no_grad()
     def __call__(self, images: Tensor, batch: int = 32) -> Tensor:
         """(B, 3, H, W) in [-1, 1] -> (B, 1280)."""
-        pooled = []
-        for chunk in images.split(batch):
-            large = F.interpolate(chunk, size=(self.side, self.side), mode="bilinear", antialias=True)
-            pooled.append(self.network.extract_features(large).mean((2, 3)))
-        return torch.cat(pooled)
+        maps = (self.network.extract_features(self.enlarge(chunk)) for chunk in images.split(batch))
+        return torch.cat([m.mean((2, 3)) for m in maps])
+
+    @torch.no_grad()
+    def distance(self, images: Tensor, reference: Tensor, batch: int = 32) -> Tensor:
+        """LPIPS-style distance: squared differences of channel-normalized maps, averaged over the stages; (B,).
+
+        LPIPS without its learned channel weights, on this network's last block at each resolution.
+        """
+        if len(images) > batch:
+            pairs = zip(images.split(batch), reference.split(batch), strict=True)
+            return torch.cat([self.distance(a, b, batch) for a, b in pairs])
+        maps: list[Tensor] = []
+        hooks = [
+            self.network._blocks[index].register_forward_hook(lambda *call: maps.append(F.normalize(call[2], dim=1)))
+            for index in STAGE_ENDS
+        ]
+        try:
+            self.network.extract_features(self.enlarge(torch.cat([images, reference])))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        halves = [stage.chunk(2) for stage in maps]
+        return torch.stack([(a - b).square().sum(1).mean((1, 2)) for a, b in halves]).mean(0)
 
 
 class MiniLM:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from diffusers import SD3Transformer2DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 from torch import Tensor
 
 from recipes.emoji.conditioning import Text
@@ -56,10 +56,11 @@ def flow_loss(model: SD3Transformer2DModel, clean: Tensor, noise: Tensor, sigma:
     return (velocity - (noise - clean)).square().flatten(1).mean(1)
 
 
-def shifted_sigmas(steps: int, shift: float) -> Tensor:
-    """Noise levels of FlowMatchEulerDiscreteScheduler: from 1 to 0, (steps + 1,)."""
-    sigmas = torch.linspace(1, 0, steps + 1)
-    return shift * sigmas / (1 + (shift - 1) * sigmas)
+def scheduler_sigmas(steps: int, shift: float) -> Tensor:
+    """The stock scheduler's noise levels, from 1 to 0: (steps + 1,)."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    scheduler.set_timesteps(steps)
+    return scheduler.sigmas
 
 
 @torch.no_grad()
@@ -76,7 +77,7 @@ def sample(
     count = len(noise)
     hidden = torch.cat([empty.hidden.expand(count, -1, -1), text.hidden])
     pooled = torch.cat([empty.pooled.expand(count, -1), text.pooled])
-    latents, sigmas = noise, shifted_sigmas(steps, shift)
+    latents, sigmas = noise, scheduler_sigmas(steps, shift)
     for now, following in pairwise(sigmas):
         time = (now * 1000).expand(2 * count)
         velocity = model(torch.cat([latents, latents]), hidden, pooled, time, return_dict=False)[0]

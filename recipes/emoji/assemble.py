@@ -1,0 +1,151 @@
+"""Write the pipeline folder that StableDiffusion3Pipeline.from_pretrained loads, from whatever state there is.
+
+python -m recipes.emoji.assemble --out models/emoji
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
+from safetensors import safe_open
+from transformers import CLIPImageProcessor, CLIPTextModelWithProjection, CLIPTokenizer, CLIPVisionModelWithProjection
+
+from recipes.emoji.common import SIZE, state_folder, write_json
+from recipes.emoji.placeholder import make_silent_encoder, make_silent_tokenizer
+
+SHIFT = 1.5
+"""Of the noise levels at sampling; 256 tokens need little."""
+LIMIT = 45_000_000
+MANIFEST = "manifest.json"
+
+
+def load_transformer(path: Path) -> tuple[SD3Transformer2DModel, dict]:
+    """The EMA weights of a training state, and its clock."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing; train it with `python -m recipes.emoji.transformer`")
+    with safe_open(path, "pt") as file:
+        config, clock = (json.loads(file.metadata()[key]) for key in ("config", "clock"))
+        weights = {key.removeprefix("ema."): file.get_tensor(key) for key in file.keys() if key.startswith("ema.")}  # noqa: SIM118
+    model = SD3Transformer2DModel.from_config({k: v for k, v in config.items() if not k.startswith("_")})
+    model.load_state_dict(weights)
+    return model.eval(), clock
+
+
+def load_pipeline(state: Path, name: str = "transformer") -> tuple[StableDiffusion3Pipeline, dict]:
+    """All components of the state folder in one stock pipeline, and the transformer's clock."""
+    transformer, clock = load_transformer(state / f"{name}.safetensors")
+    tokenizers = [CLIPTokenizer.from_pretrained(state / "tokenizer") for _ in range(2)]
+    towers = [
+        CLIPTextModelWithProjection.from_pretrained(state / folder) for folder in ("text_encoder", "text_encoder_2")
+    ]
+    pipe = StableDiffusion3Pipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
+        vae=AutoencoderKL.from_pretrained(state / "autoencoder"),
+        text_encoder=towers[0],
+        tokenizer=tokenizers[0],
+        text_encoder_2=towers[1],
+        tokenizer_2=tokenizers[1],
+        text_encoder_3=make_silent_encoder(transformer.config.joint_attention_dim),
+        tokenizer_3=make_silent_tokenizer(),
+    )
+    return pipe, clock
+
+
+def make_image_processor() -> CLIPImageProcessor:
+    """Pixels to [-1, 1] at 64x64: the image tower's input, the same as the autoencoder's."""
+    return CLIPImageProcessor(
+        size={"height": SIZE, "width": SIZE},
+        do_center_crop=False,
+        image_mean=[0.5, 0.5, 0.5],
+        image_std=[0.5, 0.5, 0.5],
+    )
+
+
+def checksums(folder: Path) -> dict[str, dict[str, int | str]]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    return {
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
+        for path in files
+        if path.suffix in {".safetensors", ".json"}
+    }
+
+
+def verify(folder: Path) -> None:
+    """Raise an error that names the file if one of the manifest is missing or differs."""
+    manifest = folder / MANIFEST
+    if not manifest.exists():
+        raise FileNotFoundError(f"{manifest} is missing; restore {folder} with `git checkout -- {folder}`")
+    for name, wanted in json.loads(manifest.read_text())["files"].items():
+        path = folder / name
+        if not path.exists():
+            raise FileNotFoundError(f"{path} is missing; restore it with `git checkout -- {path}`")
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        if found != wanted["sha256"]:
+            raise ValueError(
+                f"{path} has {path.stat().st_size} bytes and SHA-256 {found[:12]}…, the manifest says"
+                f" {wanted['bytes']} and {wanted['sha256'][:12]}…; restore it with `git checkout -- {path}`"
+            )
+
+
+def declare_float32(folder: Path) -> None:
+    """Let transformers load float16 weights as float32, as diffusers does unless told otherwise.
+
+    By default it keeps the dtype that the config names, and half a pipeline in float16 fails on its first call.
+    """
+    for path in folder.glob("*/config.json"):
+        config = json.loads(path.read_text())
+        if "dtype" in config:
+            write_json(path, {**config, "dtype": "float32"})
+
+
+def assemble(state: Path, out: Path, name: str = "transformer") -> dict:
+    """Build the folder beside `out`, then swap it in; files of ours that are no component (the card) stay."""
+    pipe, clock = load_pipeline(state, name)
+    fresh = out.with_name(out.name + ".new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    pipe.to(torch.float16).save_pretrained(fresh)
+    if (state / "score").exists():
+        score = CLIPVisionModelWithProjection.from_pretrained(state / "score")
+        score.to(torch.float16).save_pretrained(fresh / "score")
+        make_image_processor().save_pretrained(fresh / "score")
+    declare_float32(fresh)
+    size = sum(path.stat().st_size for path in fresh.rglob("*") if path.is_file())
+    if size > LIMIT:
+        raise ValueError(f"the pipeline has {size} bytes, more than {LIMIT}; make a tower or the transformer smaller")
+    training = {key: clock[key] for key in ("step", "seconds", "images")}
+    write_json(fresh / MANIFEST, {"bytes": size, "training": training, "files": checksums(fresh)})
+    for kept in out.glob("*.md"):
+        shutil.copy2(kept, fresh / kept.name)
+    if out.exists():
+        shutil.rmtree(out)
+    fresh.rename(out)
+    return {"bytes": size, **training}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--state", help="folder of downloads and checkpoints")
+    parser.add_argument("--name", default="transformer", help="name of the training run inside the state folder")
+    parser.add_argument("--out", type=Path, default=Path("models/emoji"))
+    options = parser.parse_args()
+    print(assemble(state_folder(options.state), options.out, options.name))
+    verify(options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Say how good the model is: images of training labels and of held-out labels, scored separately.
+
+    python -m recipes.emoji.score --model models/emoji --out results/emoji
+
+Only stock classes load the model. "Text-image score" is the cosine of this project's own towers; the Fréchet and
+kernel distances are on EfficientNet-Lite0 features: neither is CLIP score nor FID, nor comparable with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from diffusers import StableDiffusion3Pipeline
+from torch import Tensor
+from transformers import CLIPVisionModelWithProjection
+
+from recipes.emoji.autoencoder import psnr
+from recipes.emoji.common import EmojiData, load_data, save_grid, state_folder, to_unit, write_json
+from recipes.emoji.metrics import frechet_distance, kernel_distance, retrieval
+from recipes.emoji.placeholder import load_without_t5
+from recipes.emoji.towers import tokenize
+
+
+def pick_labels(data: EmojiData, split: str, count: int) -> Tensor:
+    """`count` core rows of a split, evenly spaced over the list and so over the groups; all if count is 0."""
+    rows = data.rows(split)
+    if count <= 0 or count >= len(rows):
+        return rows
+    return rows[torch.linspace(0, len(rows) - 1, count).round().long()]
+
+
+def generate(
+    pipe: StableDiffusion3Pipeline, prompts: list[str], steps: int, guidance: float, batch: int = 16, seed: int = 0
+) -> Tensor:
+    """(B, 3, 64, 64) in [-1, 1]; each prompt has its own seed, so batching changes nothing."""
+    images = []
+    for start in range(0, len(prompts), batch):
+        some = prompts[start : start + batch]
+        made = pipe(
+            some,
+            num_inference_steps=steps,
+            guidance_scale=guidance,
+            max_sequence_length=0,
+            generator=[torch.Generator().manual_seed(seed + start + i) for i in range(len(some))],
+            output_type="np",
+        ).images
+        images.append(torch.from_numpy(made).permute(0, 3, 1, 2) * 2 - 1)
+    return torch.cat(images).float()
+
+
+class TextImageScore:
+    """Cosines of images with every label of the data set."""
+
+    def __init__(
+        self, pipe: StableDiffusion3Pipeline, vision: CLIPVisionModelWithProjection, labels: list[str]
+    ) -> None:
+        self.vision = vision.float().eval()
+        with torch.no_grad():
+            ids = tokenize(pipe.tokenizer, [label.lower() for label in labels])
+            self.texts = F.normalize(pipe.text_encoder(ids).text_embeds.float(), dim=-1)  # (L, D)
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, batch: int = 64) -> Tensor:
+        """(B, 3, 64, 64) in [-1, 1] -> (B, L)."""
+        embedded = torch.cat([self.vision(chunk).image_embeds for chunk in images.split(batch)])
+        return F.normalize(embedded, dim=-1) @ self.texts.T
+
+
+def score_images(
+    images: Tensor, data: EmojiData, rows: Tensor, score: TextImageScore, features: Any
+) -> dict[str, Any]:
+    """All scores of one set of generated images; `features` is EfficientNetLite0, or None to leave it out."""
+    real = to_unit(data.images[rows])
+    result: dict[str, Any] = {"images": len(rows), **retrieval(score(images), rows)}
+    result["real_images"] = retrieval(score(real), rows)
+    groups = sorted({data.groups[row] for row in rows.tolist()})
+    members = {g: torch.tensor([data.groups[row] == g for row in rows.tolist()]) for g in groups}
+    result["top5_by_group"] = {g: retrieval(score(images[m]), rows[m])["top5"] for g, m in members.items()}
+    if features is not None:
+        made, true = features(images), features(real)
+        result["efficientnet_lite0_frechet_distance"] = frechet_distance(made, true)
+        result["efficientnet_lite0_kernel_distance"] = kernel_distance(made, true)
+        result["efficientnet_lite0_lpips_style_distance"] = features.distance(images, real).mean().item()
+        shuffled = features.distance(images, real.roll(len(real) // 2, 0)).mean().item()
+        result["efficientnet_lite0_lpips_style_distance_to_another_emoji"] = shuffled
+    return result
+
+
+@torch.no_grad()
+def autoencoder_psnr(pipe: StableDiffusion3Pipeline, images: Tensor, batch: int = 64) -> float:
+    values = []
+    for chunk in to_unit(images).split(batch):
+        rebuilt = pipe.vae.decode(pipe.vae.encode(chunk).latent_dist.mode()).sample
+        values.append(psnr(rebuilt.clamp(-1, 1), chunk))
+    return torch.cat(values).mean().item()
+
+
+def environment() -> dict[str, Any]:
+    packages = {name: version(name) for name in ("torch", "diffusers", "transformers")}
+    machine = {"python": platform.python_version(), "machine": platform.machine()}
+    return {**packages, **machine, "threads": torch.get_num_threads(), "date": date.today().isoformat()}
+
+
+def plot_curve(curve: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+    hours = np.array([entry["minutes"] for entry in curve]) / 60
+    named = (("loss", "training batches"), ("ema_train", "EMA, training labels"), ("ema_held_out", "EMA, held out"))
+    for key, title in named:
+        axes.plot(hours, [entry[key] for entry in curve], label=title)
+    axes.set(xlabel="hours of training, one core", ylabel="flow-matching loss", title="The embedded model")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("models/emoji"))
+    parser.add_argument("--out", type=Path, default=Path("results/emoji"))
+    parser.add_argument("--state", help="folder of checkpoints, for the training curve")
+    parser.add_argument("--name", default="transformer", help="name of the training run inside the state folder")
+    parser.add_argument("--count", type=int, default=0, help="training labels to draw; 0: all")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--guidance", type=float, default=3.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--no-features", action="store_true", help="leave EfficientNet-Lite0 out")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(options.threads)
+    data = load_data()
+    pipe = load_without_t5(options.model)
+    vision = CLIPVisionModelWithProjection.from_pretrained(options.model / "score")
+    score, features = TextImageScore(pipe, vision, data.labels), None
+    if not options.no_features:
+        from recipes.emoji.features import EfficientNetLite0
+
+        features = EfficientNetLite0()
+    result: dict[str, Any] = {
+        "training": json.loads((options.model / "manifest.json").read_text())["training"],
+        "steps": options.steps,
+        "guidance": options.guidance,
+        "seed": options.seed,
+        "labels_to_choose_from": len(data.labels),
+        "autoencoder_psnr": {
+            split: autoencoder_psnr(pipe, data.images[data.rows(split, core_only=False)])
+            for split in ("train", "validation")
+        },
+        "environment": environment(),
+    }
+    for split in ("train", "validation"):
+        rows, start = pick_labels(data, split, options.count if split == "train" else 0), time.monotonic()
+        prompts = [data.labels[row].lower() for row in rows.tolist()]
+        images = generate(pipe, prompts, options.steps, options.guidance, seed=options.seed)
+        seconds = (time.monotonic() - start) / len(rows)
+        result[split] = {**score_images(images, data, rows, score, features), "seconds_per_image": seconds}
+        shown = torch.cat([data.images[rows[:32]], ((images[:32] + 1) * 127.5).round().to(torch.uint8)])
+        save_grid(shown, options.out / f"{split}.png", columns=min(32, len(rows)))
+        print(split, json.dumps(result[split], indent=1), flush=True)
+    write_json(options.out / "scores.json", result)
+    curve_file = state_folder(options.state) / f"{options.name}-curve.json"
+    if curve_file.exists():
+        curve = json.loads(curve_file.read_text())["curve"]
+        write_json(options.out / "curve.json", curve)
+        plot_curve(curve, options.out / "curve.png")
+
+
+if __name__ == "__main__":
+    main()
