@@ -16,6 +16,7 @@ A transformer call meets a method at these places, in this order; a method overr
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
@@ -146,6 +147,14 @@ class Method(nn.Module):
     def losses(self, ctx: StepContext) -> dict[str, Tensor]:
         """The method's own training objectives of the last call, by name."""
         return {}
+
+    def readings(self) -> dict[str, float]:
+        """Numbers of its state that a training log should show."""
+        return {}
+
+    def at_keep(self, keep: float) -> contextlib.AbstractContextManager[None] | None:
+        """A context that keeps this share everywhere, for measuring; None where the method has no such knob."""
+        return None
 
     def finish(self) -> None:
         """Turn what was learned so far into what inference reads, such as a policy into its table."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -236,6 +236,20 @@ class ShivaMethod(Method):
         """The budget loss: its mean over a global batch's micro-batches is Eq. budget_loss of that batch."""
         mean = ctx.memory.get("mean keep")
         return {} if mean is None else {"budget": mean * self.controller.pressure}
+
+    def readings(self) -> dict[str, float]:
+        return {"budget_ema": float(self.controller.mu), "budget_dual": float(self.controller.nu)}
+
+    @contextlib.contextmanager
+    def at_keep(self, keep: float) -> Iterator[None]:
+        config, schedule = self.config, self.schedule
+        self.config = options.replace(config, {"budget": None, "flops": None})
+        self.set_schedule(RatioSchedule.flat(keep, self.spec.layers, sorted(schedule.dense)))
+        try:
+            yield
+        finally:
+            self.config = config
+            self.set_schedule(schedule)
 
     def finish(self) -> None:
         """Compile the policy to the table."""

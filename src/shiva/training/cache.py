@@ -1,0 +1,132 @@
+"""Latents and text embeddings on disk: safetensors shards, and a manifest of the model that made them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from shiva.checkpoint import read_json, to_json, write_atomically
+from shiva.training.encode import Family, Text
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+SHARD = 64
+"""Samples in a shard."""
+
+
+def fingerprint(part: Any) -> str:
+    """A short hash of a model's values: 64 of each tensor, in 16 bits, so that the loaded dtype does not matter."""
+    state = hashlib.blake2b(digest_size=8)
+    if isinstance(part, nn.Module):
+        for name, tensor in sorted(part.state_dict().items()):
+            values = tensor.detach().flatten()
+            sample = values[:: max(1, values.numel() // 64)][:64]
+            state.update(f"{name}{tuple(tensor.shape)}".encode())
+            state.update(json.dumps(sample.to("cpu", torch.bfloat16).float().tolist()).encode())
+    else:
+        state.update(json.dumps(dict(part.config), sort_keys=True, default=str).encode())
+    return state.hexdigest()
+
+
+def made_by(family: Family, parts: Sequence[str]) -> dict[str, str]:
+    """Fingerprints of the pipeline's parts, by name."""
+    found = {name: getattr(family.pipe, name, None) for name in parts}
+    return {name: fingerprint(part) for name, part in found.items() if part is not None}
+
+
+class LatentCache:
+    """A folder of encoded samples, filled shard by shard; a killed run goes on where it stopped."""
+
+    def __init__(self, folder: Path, count: int):
+        self.folder, self.count = folder, count
+        self._open: dict[int, Any] = {}
+        self._stored: list[str] = []
+
+    @classmethod
+    def open(cls, folder: Path, origin: dict[str, str], count: int | None = None) -> LatentCache:
+        """Open or begin a cache, refusing one that another model or other data made."""
+        path = folder / MANIFEST
+        if path.exists():
+            manifest = read_json(path)
+            check_origin(folder, manifest["made_by"], origin)
+            return cls(folder, manifest["count"])
+        if count is None:
+            raise FileNotFoundError(f"{path} is missing; data.path must be a folder of latents that shiva train made")
+        write_atomically(path, to_json({"format": FORMAT, "made_by": origin, "count": count, "shard": SHARD}))
+        return cls(folder, count)
+
+    def shard_path(self, shard: int) -> Path:
+        return self.folder / f"shard-{shard:05d}.safetensors"
+
+    def missing(self) -> list[int]:
+        return [shard for shard in range(-(-self.count // SHARD)) if not self.shard_path(shard).exists()]
+
+    def indices(self, shard: int) -> range:
+        return range(shard * SHARD, min((shard + 1) * SHARD, self.count))
+
+    def fill(self, shard: int, encode: Callable[[int], tuple[Tensor, Text, str]]) -> None:
+        """Write a shard; `encode(i)` gives latents (C, h, w), text tensors without batch, and the caption."""
+        tensors, captions = {}, []
+        for index in self.indices(shard):
+            latents, text, caption = encode(index)
+            tensors[f"{index}.latents"] = latents.cpu().contiguous()
+            tensors.update({f"{index}.text.{name}": value.cpu().contiguous() for name, value in text.items()})
+            captions.append(caption)
+        write_atomically(self.shard_path(shard), save(tensors, metadata={"captions": json.dumps(captions)}))
+
+    def _shard(self, index: int) -> Any:
+        shard = index // SHARD
+        if shard not in self._open:
+            path = self.shard_path(shard)
+            if not path.exists():
+                raise FileNotFoundError(f"{path} is missing; prepare the latents again")
+            self._open[shard] = safe_open(path, "pt")
+        return self._open[shard]
+
+    # -- items ---------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self.count
+
+    def grid(self, index: int) -> tuple[int, int]:
+        """Height and width of a sample's latents; only the file's header is read."""
+        _, height, width = self._shard(index).get_slice(f"{index}.latents").get_shape()
+        return height, width
+
+    def caption(self, index: int) -> str:
+        return json.loads(self._shard(index).metadata()["captions"])[index % SHARD]
+
+    def read(self, indices: Sequence[int]) -> tuple[Tensor, Text]:
+        """Latents (B, C, h, w) and text of some samples."""
+        names = self._names()
+        stacked = {n: torch.stack([self._shard(i).get_tensor(f"{i}.{n}") for i in indices]) for n in names}
+        latents = stacked.pop("latents")
+        return latents, {name.removeprefix("text."): value for name, value in stacked.items()}
+
+    def _names(self) -> list[str]:
+        """What is stored of each sample."""
+        if not self._stored:
+            names = self._shard(0).keys()
+            self._stored = sorted(name.partition(".")[2] for name in names if name.startswith("0."))
+        return self._stored
+
+    def encode(self, raw: Any) -> tuple[Tensor, Text]:
+        return raw
+
+
+def check_origin(folder: Path, made: dict[str, str], wanted: dict[str, str]) -> None:
+    """Refuse latents of another model, naming the part that differs."""
+    for name in sorted(made.keys() & wanted.keys()):
+        if made[name] != wanted[name]:
+            raise ValueError(
+                f"the latents in {folder} were made with another {name} ({made[name]}, this run has {wanted[name]}); "
+                "delete the folder, or set data.cache to another one"
+            )

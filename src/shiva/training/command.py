@@ -1,0 +1,58 @@
+"""`shiva train`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="Recipe file (YAML); see recipes/ and docs/training.md.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the run. Default: outputs/ and the recipe's name.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Discard the states in the output folder first.")] = False,
+    override: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change a value, for example --set method.budget=0.8. May be repeated."),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Read the recipe, print it in full as JSON, and stop.")
+    ] = False,
+) -> None:
+    """Train a method on a pipeline, as a recipe says.
+
+    The same command continues a run that was stopped or killed, bit for bit on one device. On several GPUs:
+    accelerate launch -m shiva train RECIPE. The output folder gets: checkpoint/ (what shiva.attach takes),
+    metrics.json, metrics.jsonl and validation.jsonl, pictures/ (samples and the schedule), states/ (to continue
+    from), latents/ (encoded data) and TensorBoard's files.
+
+    Exit codes: 0 done, 1 failed, 130 or 143 stopped by a signal with its state saved.
+    """
+    from shiva.checkpoint import to_json
+    from shiva.training.diagnose import NonFiniteError
+    from shiva.training.interrupts import Interrupted
+    from shiva.training.recipe import load_recipe
+
+    try:
+        loaded = load_recipe(recipe, override or [])
+        if check:
+            typer.echo(to_json(loaded.to_dict()).decode())
+            return
+        from shiva.training.trainer import Trainer
+
+        folder = output or Path("outputs") / recipe.stem
+        if fresh:
+            for name in ("states", "checkpoint", "pictures", "metrics.jsonl", "validation.jsonl"):
+                path = folder / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        Trainer(loaded, folder).run()
+    except Interrupted as stop:
+        typer.echo(str(stop), err=True)
+        raise typer.Exit(stop.code) from stop
+    except (ValueError, TypeError, FileNotFoundError, ImportError, NonFiniteError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error

@@ -1,0 +1,175 @@
+"""Where captioned images come from: parquet, folders, WebDataset shards, the hub, MJHQ-30K, or prompts alone."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shiva.core.options import unknown_key
+from shiva.training.images import Size, nearest_size, open_image
+from shiva.training.needs import need
+from shiva.training.recipe import Data
+
+WEBDATASET_IMAGES = ("jpg", "jpeg", "png", "webp")
+WEBDATASET_CAPTIONS = ("txt", "json")
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row, its image not yet decoded; None where there is none."""
+
+    caption: str
+    image: Any = None
+
+    def size(self, sizes: list[Size]) -> Size:
+        """The shape it is cropped to."""
+        if self.image is None or len(sizes) == 1:
+            return nearest_size(1, 1, sizes)
+        width, height = open_image(self.image).size
+        return nearest_size(height, width, sizes)
+
+
+class Rows(Sequence[Example]):
+    """A `datasets.Dataset` as examples."""
+
+    def __init__(self, table: Any, image: str, caption: str):
+        self.table, self.image, self.caption = table, image, caption
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: Any) -> Any:
+        return to_example(self.table[int(index)], self.image, self.caption)
+
+
+def to_example(row: dict[str, Any], image: str, caption: str) -> Example:
+    text = row[caption]
+    if isinstance(text, dict):  # WebDataset's json member
+        text = text.get("caption") or text.get("prompt") or text.get("text") or ""
+    if isinstance(text, list):
+        text = text[0] if text else ""
+    return Example(str(text), row[image])
+
+
+def files_of(path: str) -> list[str]:
+    """Files that a path, folder or glob means."""
+    found = sorted(glob.glob(path, recursive=True))
+    if len(found) == 1 and Path(found[0]).is_dir():
+        found = sorted(str(p) for p in Path(found[0]).rglob("*") if p.is_file())
+    if not found:
+        raise FileNotFoundError(f"data.path={path!r} matches no file; paths are relative to the current folder")
+    return found
+
+
+def open_table(data: Data) -> Any:
+    """The rows as a `datasets` object, map-style or iterable, images undecoded."""
+    datasets = need("datasets")
+    streaming = {"streaming": data.streaming}
+    if data.kind == "hub":
+        table = datasets.load_dataset(data.path, split=data.split, **streaming)
+    elif data.kind == "imagefolder":
+        if not Path(data.path).is_dir():
+            raise FileNotFoundError(
+                f"data.path={data.path!r} is not a folder; it should hold images and a metadata file"
+            )
+        table = datasets.load_dataset("imagefolder", data_dir=data.path, split="train", **streaming)
+    else:
+        suffix = ".tar" if data.kind == "webdataset" else ".parquet"
+        files = [name for name in files_of(data.path) if name.endswith(suffix)]
+        if not files:
+            raise FileNotFoundError(f"data.path={data.path!r} holds no {suffix} file")
+        table = datasets.load_dataset(data.kind, data_files={"train": files}, split="train", **streaming)
+    return table
+
+
+def columns_of(data: Data, names: Sequence[str]) -> tuple[str, str]:
+    """The image and caption columns; WebDataset's are named by file endings."""
+    image, caption = data.image, data.caption
+    if data.kind == "webdataset":
+        image = next((n for n in (image, *WEBDATASET_IMAGES) if n in names), image)
+        caption = next((n for n in (caption, *WEBDATASET_CAPTIONS) if n in names), caption)
+    for option, column in (("image", image), ("caption", caption)):
+        if column not in names:
+            raise ValueError(f"data.{option}={column!r}: {unknown_key(column, names, 'the data set')}")
+    return image, caption
+
+
+def read_examples(data: Data) -> Sequence[Example]:
+    """All rows of a map-style source."""
+    if data.kind == "mjhq":
+        rows: Sequence[Example] = read_mjhq(Path(data.path))
+    elif data.kind == "prompts":
+        rows = read_prompts(Path(data.path))
+    else:
+        table = open_table(data)
+        image, caption = columns_of(data, table.column_names)
+        for column, value in data.where.items():
+            if column not in table.column_names:
+                raise ValueError(f"data.where: {unknown_key(column, table.column_names, 'the data set')}")
+            table = table.filter(lambda v, wanted=value: v == wanted, input_columns=[column])
+        table = table.cast_column(image, need("datasets").Image(decode=False))
+        rows = Rows(table, image, caption)
+    if data.limit is not None and data.limit < len(rows):
+        rows = [rows[i] for i in range(data.limit)]
+    if not len(rows):
+        raise ValueError(f"data.path={data.path!r} has no rows; check data.where={data.where}")
+    return rows
+
+
+def stream_examples(data: Data, seed: int, epoch: int) -> Iterator[Example]:
+    """One epoch of a stream, shuffled within a buffer; the order is a function of (seed, epoch)."""
+    table = open_table(data)
+    names = table.column_names or list(next(iter(table)))
+    image, caption = columns_of(data, names)
+    table = table.cast_column(image, need("datasets").Image(decode=False))
+    table = table.shuffle(seed=seed, buffer_size=data.shuffle_buffer)
+    table.set_epoch(epoch)
+    taken = 0
+    for row in table:
+        if all(row.get(column) == value for column, value in data.where.items()):
+            if data.limit is not None and taken >= data.limit:
+                return
+            taken += 1
+            yield to_example(row, image, caption)
+
+
+def read_mjhq(folder: Path) -> list[Example]:
+    """MJHQ-30K's own layout: meta_data.json, and one folder of <id>.jpg per category, beside it or one deeper."""
+    path = folder / "meta_data.json"
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing; data.path must be the unpacked MJHQ-30K folder")
+    images = {p.stem: p for p in sorted(folder.rglob("*")) if p.suffix.lower() in (".jpg", ".jpeg", ".png")}
+    entries = json.loads(path.read_text())
+    missing = [key for key in entries if key not in images]
+    if missing:
+        where = f"{entries[missing[0]].get('category', '')}/{missing[0]}.jpg"
+        raise FileNotFoundError(f"{len(missing)} of {len(entries)} images are missing, first {where}; unpack them all")
+    return [Example(entry["prompt"], str(images[key])) for key, entry in sorted(entries.items())]
+
+
+def read_prompts(path: Path) -> list[Example]:
+    """One prompt a line, or the strings (or `prompt` values) of a JSON or JSON-lines file."""
+    if not path.exists():
+        raise FileNotFoundError(f"data.path={str(path)!r} does not exist; give a file with one prompt a line")
+    text = path.read_text()
+    if path.suffix == ".json":
+        found = json.loads(text)
+    elif path.suffix == ".jsonl":
+        found = [json.loads(line) for line in text.splitlines() if line.strip()]
+    else:
+        found = [line.strip() for line in text.splitlines() if line.strip()]
+    values = list(found.values()) if isinstance(found, dict) else found
+    return [Example(value if isinstance(value, str) else value["prompt"]) for value in values]
+
+
+def digest(examples: Sequence[Example]) -> str:
+    """What a cache remembers of the rows it was made from."""
+    state = hashlib.blake2b(digest_size=8)
+    for index in range(len(examples)):
+        state.update(examples[index].caption.encode() + b"\0")
+    return state.hexdigest()

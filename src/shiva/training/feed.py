@@ -1,0 +1,198 @@
+"""Which samples a step trains on, as a function of (seed, step), and loading them one step ahead."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shiva.training.data import Example, stream_examples
+from shiva.training.encode import Family, Text
+from shiva.training.images import Size, to_tensor
+from shiva.training.recipe import Data
+from shiva.training.sampling import generator_of
+
+Grid = tuple[int, int]
+"""Height and width of latents; samples of one micro-batch share it."""
+
+
+class Items(Protocol):
+    """Samples by number."""
+
+    def __len__(self) -> int: ...
+
+    def grid(self, index: int) -> Grid: ...
+
+    def caption(self, index: int) -> str: ...
+
+    def read(self, indices: Sequence[int]) -> Any:
+        """The part that a thread can do ahead: files and pixels."""
+
+    def encode(self, raw: Any) -> tuple[Tensor, Text]:
+        """The part that needs the models: latents (B, C, h, w) and text."""
+
+
+class ImageItems:
+    """Images and captions, encoded anew each time."""
+
+    def __init__(self, examples: Sequence[Example], family: Family, sizes: list[Size]):
+        self.examples, self.family, self.sizes = examples, family, sizes
+        self._grids: dict[int, Grid] = {}
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def grid(self, index: int) -> Grid:
+        if index not in self._grids:
+            height, width = self.examples[index].size(self.sizes)
+            self._grids[index] = (height // self.family.factor, width // self.family.factor)
+        return self._grids[index]
+
+    def caption(self, index: int) -> str:
+        return self.examples[index].caption
+
+    def read(self, indices: Sequence[int]) -> Any:
+        return read_images([self.examples[index] for index in indices], self.sizes)
+
+    def encode(self, raw: Any) -> tuple[Tensor, Text]:
+        pixels, captions = raw
+        return self.family.latents(pixels), self.family.encode(captions)
+
+
+def read_images(examples: Sequence[Example], sizes: list[Size]) -> tuple[Tensor, list[str]]:
+    """Pixels (B, 3, H, W) and captions of examples that share a shape."""
+    pixels = torch.stack([to_tensor(example.image, example.size(sizes)) for example in examples])
+    return pixels, [example.caption for example in examples]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """One micro-batch, not yet read: sample numbers, or the examples of a stream."""
+
+    members: tuple[Any, ...]
+    grid: Grid
+
+
+def group(members: Iterator[tuple[Any, Grid]], size: int) -> Iterator[Ref]:
+    """Micro-batches of equal shape in order of completion; the rest of a shape is filled up with its own first."""
+    waiting: dict[Grid, list[Any]] = defaultdict(list)
+    seen: dict[Grid, list[Any]] = defaultdict(list)
+    for member, grid in members:
+        waiting[grid].append(member)
+        if len(seen[grid]) < size:
+            seen[grid].append(member)
+        if len(waiting[grid]) == size:
+            yield Ref(tuple(waiting.pop(grid)), grid)
+    for grid, rest in waiting.items():
+        filling = [seen[grid][i % len(seen[grid])] for i in range(size - len(rest))]
+        yield Ref((*rest, *filling), grid)
+
+
+class MapFeed:
+    """Random access: each epoch is a permutation, cut into micro-batches."""
+
+    def __init__(self, items: Items, indices: Sequence[int], micro_batch: int, seed: int):
+        if not len(indices):
+            raise ValueError("no sample is left to train on; lower validation.samples or give more data")
+        self.items, self.indices, self.micro_batch, self.seed = items, list(indices), micro_batch, seed
+        self._epoch, self._refs = -1, self._cut(0)
+        self._epoch = 0
+
+    def _cut(self, epoch: int) -> list[Ref]:
+        order = torch.randperm(len(self.indices), generator=generator_of(self.seed, "epoch", epoch)).tolist()
+        picked = (self.indices[place] for place in order)
+        return list(group(((i, self.items.grid(i)) for i in picked), self.micro_batch))
+
+    def step(self, step: int, micro_batches: int) -> list[Ref]:
+        """The micro-batches of a global batch. Every epoch has equally many, so a step's place is known."""
+        return [self._at(step * micro_batches + index) for index in range(micro_batches)]
+
+    def _at(self, number: int) -> Ref:
+        epoch, place = divmod(number, len(self._refs))
+        if epoch != self._epoch:
+            self._epoch, self._refs = epoch, self._cut(epoch)
+        return self._refs[place]
+
+    def read(self, ref: Ref) -> Any:
+        return self.items.read(ref.members)
+
+    def encode(self, raw: Any) -> tuple[Tensor, Text]:
+        return self.items.encode(raw)
+
+
+class StreamFeed:
+    """A stream, read in order; going back or resuming reads it again from its start, without decoding."""
+
+    def __init__(self, data: Data, family: Family, sizes: list[Size], micro_batch: int, seed: int, held_out: int):
+        self.data, self.family, self.sizes = data, family, sizes
+        self.micro_batch, self.seed, self.held_out = micro_batch, seed, held_out
+        self._next, self._refs = 0, self._stream()
+
+    def first(self, number: int) -> list[Example]:
+        """Examples held out for validation: the first of the first epoch."""
+        stream = stream_examples(self.data, self.seed, 0)
+        return [example for example, _ in zip(stream, range(number), strict=False)]
+
+    def _stream(self) -> Iterator[Ref]:
+        held_out = {example.caption for example in self.first(self.held_out)}
+        for epoch in count():
+            examples = (e for e in stream_examples(self.data, self.seed, epoch) if e.caption not in held_out)
+            refs = group(((e, self._grid(e)) for e in examples), self.micro_batch)
+            first = next(refs, None)
+            if first is None:
+                raise ValueError(f"the stream {self.data.path!r} has no rows beside those held out for validation")
+            yield first
+            yield from refs
+
+    def _grid(self, example: Example) -> Grid:
+        height, width = example.size(self.sizes)
+        return height // self.family.factor, width // self.family.factor
+
+    def step(self, step: int, micro_batches: int) -> list[Ref]:
+        wanted = step * micro_batches
+        if wanted < self._next:
+            self._next, self._refs = 0, self._stream()
+        while self._next < wanted:
+            next(self._refs)
+            self._next += 1
+        self._next += micro_batches
+        return [next(self._refs) for _ in range(micro_batches)]
+
+    def read(self, ref: Ref) -> Any:
+        return read_images(ref.members, self.sizes)
+
+    def encode(self, raw: Any) -> tuple[Tensor, Text]:
+        pixels, captions = raw
+        return self.family.latents(pixels), self.family.encode(captions)
+
+
+Feed = MapFeed | StreamFeed
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A global batch: the shapes of all its micro-batches, and this rank's own, being read."""
+
+    refs: list[Ref]
+    mine: dict[int, Future[Any]]
+
+
+def load_ahead(feed: Feed, start: int, end: int, micro_batches: int, mine: Sequence[int]) -> Iterator[Loaded]:
+    """Global batches of steps start to end, each read while the one before it trains."""
+    with ThreadPoolExecutor(1) as pool:
+
+        def submit(step: int) -> Loaded:
+            refs = feed.step(step, micro_batches)
+            return Loaded(refs, {index: pool.submit(feed.read, refs[index]) for index in mine})
+
+        ahead = submit(start) if start < end else None
+        for step in range(start, end):
+            current, ahead = ahead, submit(step + 1) if step + 1 < end else None
+            assert current is not None
+            yield current
