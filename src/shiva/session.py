@@ -299,6 +299,10 @@ class Session:
             self._probe = None
         return dense, costs
 
+    def phases(self) -> dict[str, float]:
+        """Seconds spent so far in each phase of the reduction path."""
+        return dict(self._clock.seconds)
+
     def summary(self) -> Summary:
         """Kept tokens, keep ratio and FLOPs by layer and step of the current run, and where time went."""
         acting = [s for s in self.backbone.sites(self.transformer) if self.method.selects(s)]
@@ -309,7 +313,7 @@ class Session:
             steps=list(self.stats),
             costs=costs,
             dense=dense,
-            seconds=dict(self._clock.seconds),
+            seconds=self.phases(),
         )
 
 

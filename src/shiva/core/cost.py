@@ -68,7 +68,8 @@ class AttentionCounter(TorchFunctionMode):
 
 def count(call: Callable[[], Any]) -> Flops:
     """FLOPs of what `call` runs; on meta or fake tensors nothing is computed."""
-    with torch.no_grad(), FlopCounterMode(display=False) as counter, AttentionCounter(counter) as attention:
+    counter = FlopCounterMode(display=False)
+    with torch.inference_mode(False), torch.no_grad(), counter, AttentionCounter(counter) as attention:
         call()
     return Flops(counter.get_total_flops() - attention.counted, attention.flops)
 

@@ -48,7 +48,7 @@ class ContextRouter(nn.Module):
             assert prompt is not None
             context = context + self.proj_p(prompt.float())
         if self.layer is not None and self.proj_l is not None:
-            context = context + self.proj_l(self.layer.weight)[member]
+            context = context + F.linear(self.layer.weight, self.proj_l.weight)[member]
         return context
 
     def forward(self, x: Tensor, time: Tensor | None, prompt: Tensor | None, member: int) -> Tensor:
