@@ -50,7 +50,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
     autoencoder = make_autoencoder(channels=4, widths=(8, 8, 8))
     autoencoder.register_to_config(shift_factor=0.1, scaling_factor=0.7)
     save_folder(autoencoder, folder / "autoencoder")
-    save_folder(make_vision_tower(width=16, projection=16, layers=1), folder / "score")
+    save_folder(make_vision_tower(16, (8, 8)), folder / "score")
     model, ema, optimizers, generator = tiny_run()
     clock = Clock(step=7, seconds=3.0, images=56)
     save_state(folder / "transformer.safetensors", model, ema, optimizers, generator, clock)
@@ -281,10 +281,10 @@ def test_distort_keeps_white_white_and_is_seeded() -> None:
 
 
 def test_scores_of_generated_images(folder: Path) -> None:
-    from transformers import CLIPVisionModelWithProjection
+    from transformers import ResNetForImageClassification
 
     data, pipe = load_data(), load_without_t5(folder)
-    score = TextImageScore(pipe, CLIPVisionModelWithProjection.from_pretrained(folder / "score"), data.labels)
+    score = TextImageScore(pipe, ResNetForImageClassification.from_pretrained(folder / "score"), data.labels)
     rows = data.rows("validation")[:3]
     images = generate(pipe, [data.labels[r] for r in rows.tolist()], steps=1, guidance=2.0, batch=2)
     again = generate(pipe, [data.labels[r] for r in rows.tolist()], steps=1, guidance=2.0, batch=3)

@@ -19,9 +19,9 @@ from diffusers import (
     StableDiffusion3Pipeline,
 )
 from safetensors import safe_open
-from transformers import CLIPImageProcessor, CLIPTextModelWithProjection, CLIPTokenizer, CLIPVisionModelWithProjection
+from transformers import CLIPTextModelWithProjection, CLIPTokenizer, ResNetForImageClassification
 
-from recipes.emoji.common import SIZE, state_folder, write_json
+from recipes.emoji.common import state_folder, write_json
 from recipes.emoji.placeholder import make_silent_encoder, make_silent_tokenizer
 
 SHIFT = 1.5
@@ -61,16 +61,6 @@ def load_pipeline(state: Path, name: str = "transformer") -> tuple[StableDiffusi
         tokenizer_3=make_silent_tokenizer(),
     )
     return pipe, clock
-
-
-def make_image_processor() -> CLIPImageProcessor:
-    """Pixels to [-1, 1] at 64x64: the image tower's input, the same as the autoencoder's."""
-    return CLIPImageProcessor(
-        size={"height": SIZE, "width": SIZE},
-        do_center_crop=False,
-        image_mean=[0.5, 0.5, 0.5],
-        image_std=[0.5, 0.5, 0.5],
-    )
 
 
 def checksums(folder: Path) -> dict[str, dict[str, int | str]]:
@@ -120,9 +110,8 @@ def assemble(state: Path, out: Path, name: str = "transformer") -> dict:
     shutil.rmtree(fresh, ignore_errors=True)
     pipe.to(torch.float16).save_pretrained(fresh)
     if (state / "score").exists():
-        score = CLIPVisionModelWithProjection.from_pretrained(state / "score")
+        score = ResNetForImageClassification.from_pretrained(state / "score")
         score.to(torch.float16).save_pretrained(fresh / "score")
-        make_image_processor().save_pretrained(fresh / "score")
     declare_float32(fresh)
     size = sum(path.stat().st_size for path in fresh.rglob("*") if path.is_file())
     if size > LIMIT:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import StableDiffusion3Pipeline
 from torch import Tensor
-from transformers import CLIPVisionModelWithProjection
+from transformers import ResNetForImageClassification
 
 from recipes.emoji.autoencoder import psnr
 from recipes.emoji.common import EmojiData, load_data, save_grid, state_folder, to_unit, write_json
@@ -62,7 +62,7 @@ class TextImageScore:
     """Cosines of images with every label of the data set."""
 
     def __init__(
-        self, pipe: StableDiffusion3Pipeline, vision: CLIPVisionModelWithProjection, labels: list[str]
+        self, pipe: StableDiffusion3Pipeline, vision: ResNetForImageClassification, labels: list[str]
     ) -> None:
         self.vision = vision.float().eval()
         with torch.no_grad():
@@ -72,7 +72,7 @@ class TextImageScore:
     @torch.no_grad()
     def __call__(self, images: Tensor, batch: int = 64) -> Tensor:
         """(B, 3, 64, 64) in [-1, 1] -> (B, L)."""
-        embedded = torch.cat([self.vision(chunk).image_embeds for chunk in images.split(batch)])
+        embedded = torch.cat([self.vision(chunk).logits for chunk in images.split(batch)])
         return F.normalize(embedded, dim=-1) @ self.texts.T
 
 
@@ -149,7 +149,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     data = load_data()
     pipe = load_without_t5(options.model)
-    vision = CLIPVisionModelWithProjection.from_pretrained(options.model / "score")
+    vision = ResNetForImageClassification.from_pretrained(options.model / "score")
     score, features = TextImageScore(pipe, vision, data.labels), None
     if not options.no_features:
         from recipes.emoji.features import EfficientNetLite0
