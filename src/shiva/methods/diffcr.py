@@ -140,12 +140,18 @@ class DiffCRMethod(Method):
     def plan(self, ctx: StepContext, timesteps: list[float] | None) -> tuple[int, ...]:
         if self.training:
             return ()
-        with torch.no_grad():
-            column = self.ratios()[:, self.region(ctx.timestep)].tolist()
+        bins, dense = self.config.bins, self.config.dense
         return tuple(
-            ctx.tokens if layer in self.config.dense else bin_count(nearest_bin(ratio, self.config.bins), ctx.tokens)
-            for layer, ratio in enumerate(column)
+            ctx.tokens if layer in dense else bin_count(nearest_bin(ratio, bins), ctx.tokens)
+            for layer, ratio in enumerate(self.learned(self.region(ctx.timestep)))
         )
+
+    @torch.no_grad()
+    def learned(self, region: int) -> list[float]:
+        """Ratio of each layer in a region; on the meta device, where nothing is learned, the initial one."""
+        if self.rho.is_meta:
+            return [self.config.initial] * self.spec.layers
+        return self.ratios()[:, region].tolist()
 
     def losses(self, ctx: StepContext) -> dict[str, Tensor]:
         if self.exploration.ratio is not None:

@@ -59,6 +59,8 @@ class LapSumMethod(GatedTopK):
         return [layer for layer in range(self.spec.layers) if layer not in self.config.dense]
 
     def ratios(self) -> list[float]:
+        if self.ratio_logits.is_meta:
+            return super().ratios()
         if self.training:
             return torch.sigmoid(self.ratio_logits.detach()).tolist()
         version = self.ratio_logits._version

@@ -56,7 +56,7 @@ class SparseDiT(MethodConfig):
     modules: int | None = None
     """Number of modules; None takes as many as fit."""
 
-    presets: ClassVar = {"paper": {"rates": (0.47, 0.47)}}
+    presets: ClassVar = {"paper": {"rates": (0.39, 0.42)}}
     fixed: ClassVar = frozenset({"split", "bottom", "top", "modules"})
 
     def __post_init__(self) -> None:
