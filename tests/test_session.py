@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import SanaTransformer2DModel
+from diffusers import PixArtTransformer2DModel, SanaTransformer2DModel
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 
@@ -18,7 +18,7 @@ from shiva.core.method import BackboneSpec, Method, MethodConfig, Place
 from shiva.core.options import share
 from shiva.core.reduction import Reduction, select
 
-from tiny import BACKBONES, make_flux, make_sd3, noise
+from tiny import BACKBONES, make_flux, make_sd3, noise, randomized
 
 
 @dataclass(frozen=True)
@@ -243,6 +243,48 @@ def test_reference_tokens_of_kontext_are_refused() -> None:
     call["img_ids"] = torch.cat([call["img_ids"]] * 2)
     with shiva.attach(make_flux(), shiva.Shiva()) as session, pytest.raises(ValueError, match="Kontext"):
         run(session.transformer, call)
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_a_flops_budget_is_met_in_true_flops(backbone: str) -> None:
+    tiny = BACKBONES[backbone]
+    model = tiny.make()
+    grid = (16, 16) if backbone == "dit" else (12, 15)
+    with shiva.attach(model, shiva.Shiva(flops=0.7)) as session:
+        run(model, tiny.call(2, *grid))
+        assert session.summary().flops_share == pytest.approx(0.7, abs=0.01)
+
+
+def test_buckets_reach_the_counts() -> None:
+    model = make_sd3()
+    with shiva.attach(model, shiva.Shiva(budget=0.55, bucket=8)) as session:
+        run(model, BACKBONES["sd3"].call(2, 8, 8))
+        assert all(kept % 8 == 0 for kept in session.stats[-1].kept.values())
+
+
+def test_pixart_alpha_with_its_size_conditions() -> None:
+    model = randomized(
+        PixArtTransformer2DModel(
+            sample_size=128,
+            num_layers=2,
+            attention_head_dim=12,
+            num_attention_heads=2,
+            in_channels=4,
+            out_channels=8,
+            cross_attention_dim=24,
+            caption_channels=24,
+            use_additional_conditions=True,
+        )
+    )
+    call = BACKBONES["pixart"].call(2, 8, 6)
+    sizes = {"resolution": torch.full((2, 2), 1024.0), "aspect_ratio": torch.ones(2, 1)}
+    call["added_cond_kwargs"] = sizes
+    dense = run(model, call)
+    with shiva.attach(model, shiva.Shiva(budget=1.0)):
+        assert torch.equal(run(model, call), dense)
+    with shiva.attach(model, shiva.Shiva(budget=0.5)) as session:
+        assert run(model, call).isfinite().all()
+        assert session.stats[-1].kept == {"transformer_blocks.0": 48, "transformer_blocks.1": 24}
 
 
 def test_summary_is_readable_by_people_and_programs() -> None:

@@ -56,14 +56,17 @@ class Flux(Backbone):
         )
 
     def _grid(self, ids: Tensor, tokens: int) -> tuple[int, int]:
-        """Rows and columns from the position ids, read once per ids tensor: the pipeline keeps one a run."""
+        """Rows and columns from the position ids, read once per ids tensor: the pipeline keeps one a run.
+
+        Meta ids have no values; any grid of that many tokens prices alike.
+        """
         if self._known_ids is not None and self._known_ids() is ids:
             return self._known_grid
         if ids.is_meta:
-            side = int(tokens**0.5)
-            return side, tokens // side
-        *_, rows, columns = (ids.reshape(-1, ids.shape[-1]).amax(dim=0) + 1).tolist()
-        grid = (int(rows), int(columns))
+            rows = next(r for r in range(int(tokens**0.5), 0, -1) if tokens % r == 0)
+            return rows, tokens // rows
+        *_, last_row, last_column = ids.reshape(-1, ids.shape[-1]).amax(dim=0).tolist()
+        grid = (int(last_row) + 1, int(last_column) + 1)
         if grid[0] * grid[1] != tokens:
             raise ValueError(
                 f"img_ids describe a {grid[0]}x{grid[1]} grid but the latents hold {tokens} tokens; "

@@ -1,0 +1,151 @@
+"""`shiva demo`: real images, dense beside reduced, on the embedded model; a page and a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import diffusers
+import transformers
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from shiva.checkpoint import write_atomically
+from shiva.core.method import MethodConfig
+from shiva.measure.command import run_step, step_table
+from shiva.measure.environment import environment
+from shiva.measure.shapes import shape
+from shiva.methods import Shiva, ToMeSD
+from shiva.report.generate import Contender, Outcome, generate, load_pipeline, psnr
+from shiva.report.page import Page
+
+PROMPTS = (
+    "pizza",
+    "red apple",
+    "strawberry",
+    "birthday cake",
+    "dog face",
+    "a fox",
+    "octopus",
+    "sunflower",
+    "rocket",
+    "castle",
+    "guitar",
+    "smiling face with sunglasses",
+)
+BUDGETS = (0.9, 0.8, 0.7, 0.6)
+DENSE = "dense"
+
+
+def demo(
+    model: Annotated[Path, typer.Option(help="Folder of the embedded pipeline")] = Path("models/emoji"),
+    checkpoints: Annotated[Path, typer.Option(help="Folder of Shiva checkpoints for it")] = Path(
+        "models/shiva"
+    ),
+    output: Annotated[Path, typer.Option(help="Where images and page go")] = Path("outputs/demo"),
+    steps: Annotated[int, typer.Option(help="Denoising steps")] = 20,
+    guidance: Annotated[float, typer.Option(help="Guidance scale")] = 4.0,
+    seed: Annotated[int, typer.Option(help="Seed of the first prompt's noise")] = 0,
+) -> None:
+    """Generate a grid of prompts dense and reduced, and show images, time and FLOPs side by side."""
+    console = Console()
+    if not model.is_dir():
+        console.print(f"[yellow]{model} is not here[/]; measuring a slice of SD3-Medium at its real width instead")
+        chosen = shape("sd3-medium", height=512, width=512, batch=1).slice(4)
+        methods: dict[str, MethodConfig] = {f"shiva {budget:g}": Shiva(budget=budget) for budget in (0.8, 0.6)}
+        console.print(step_table(chosen, run_step(chosen, methods, rounds=3), {}))
+        return
+    quiet()
+    pipe = load_pipeline(model, text_encoder_3=None, tokenizer_3=None)
+    contenders = operating_points(checkpoints)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("generating", total=steps * len(contenders))
+        outcomes = generate(
+            pipe,
+            PROMPTS,
+            contenders,
+            steps=steps,
+            guidance=guidance,
+            seed=seed,
+            progress=lambda name, step: progress.update(task, advance=1, description=name),
+            max_sequence_length=0,
+        )
+    rows = comparison(outcomes)
+    console.print(draw_table(rows, steps))
+    page = draw_page(outcomes, rows, steps, guidance)
+    for name, outcome in outcomes.items():
+        folder = output / name.replace(" ", "-")
+        folder.mkdir(parents=True, exist_ok=True)
+        for prompt, image in zip(PROMPTS, outcome.images, strict=True):
+            image.save(folder / f"{prompt.replace(' ', '-')}.png")
+    write_atomically(output / "index.html", str(page).encode())
+    console.print(f"images and page: {output / 'index.html'}")
+
+
+def quiet() -> None:
+    """Loading is quick here; the libraries' own bars and notices would hide the result."""
+    for library in (diffusers.utils.logging, transformers.utils.logging):
+        library.set_verbosity_error()
+        library.disable_progress_bar()
+
+
+def operating_points(folder: Path) -> dict[str, Contender]:
+    """Dense, and Shiva's four budgets from the nearest trained checkpoint; without any, a training-free method."""
+    found = {float(path.name) / 100: path for path in folder.glob("*") if path.name.isdigit()}
+    points = {DENSE: Contender(None)}
+    if not found:
+        points["ToMeSD 25 % merged"] = Contender(ToMeSD.preset("paper"))
+        return points
+    for budget in BUDGETS:
+        trained = min(found, key=lambda at: (abs(at - budget), at))
+        points[f"Shiva {budget:.0%}"] = Contender(found[trained], {"budget": budget})
+    return points
+
+
+HEADINGS = ("method", "speed-up", "FLOPs", "FLOPs limit", "PSNR to dense")
+
+
+def comparison(outcomes: dict[str, Outcome]) -> list[tuple[str, ...]]:
+    dense = outcomes[DENSE]
+    rows: list[tuple[str, ...]] = []
+    for name, outcome in outcomes.items():
+        share = 1.0 if outcome.summary is None else outcome.summary.flops_share
+        closeness = [psnr(a, b) for a, b in zip(outcome.images, dense.images, strict=True)]
+        rows.append(
+            (
+                name,
+                f"{dense.median / outcome.median:.2f}x",
+                f"{share:.1%}",
+                f"{1 / share:.2f}x",
+                "" if outcome is dense else f"{sum(closeness) / len(closeness):.1f} dB",
+            )
+        )
+    return rows
+
+
+def draw_table(rows: list[tuple[str, ...]], steps: int) -> Table:
+    table = Table(title=f"{len(PROMPTS)} images, {steps} steps, on the embedded emoji model")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == "method" else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def draw_page(outcomes: dict[str, Outcome], rows: list[tuple[str, ...]], steps: int, guidance: float) -> Page:
+    page = Page("Shiva on the embedded emoji model")
+    page.text(
+        f"The same prompts and the same noise, {steps} steps at guidance {guidance:g}. Speed-ups are ratios within "
+        "this run; the model has 256 image tokens, so overhead weighs more than at 1024 x 1024."
+    )
+    page.table(HEADINGS, rows)
+    names = list(outcomes)
+    pictures: list[tuple[str, list[Any]]] = [
+        (prompt, [outcomes[name].images[i] for name in names]) for i, prompt in enumerate(PROMPTS)
+    ]
+    page.grid(names, pictures)
+    where = environment()
+    page.footer(f"{where['date']}, {where['cpu']}, {where['threads']} threads, torch {where['packages']['torch']}")
+    return page

@@ -1,0 +1,116 @@
+"""Whole sampling runs of one pipeline under several methods, for the demo and `shiva generate`."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+
+from shiva.checkpoint import ShivaCheckpoint
+from shiva.core.method import MethodConfig
+from shiva.session import Session, attach
+from shiva.summary import Summary
+
+Source = str | Path | ShivaCheckpoint | MethodConfig
+"""What `attach` takes: a checkpoint, or the config of a method."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method and the options it runs under; None is the dense pipeline."""
+
+    source: Source | None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def attached(self, pipe: Any) -> Any:
+        if self.source is None:
+            yield None
+        else:
+            with attach(pipe, self.source, **self.options) as session:
+                yield session
+
+
+@dataclass
+class Outcome:
+    """Images of one contender, its time a round, and what it spared."""
+
+    images: list[Any]
+    seconds: list[float]
+    summary: Summary | None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def load_pipeline(model: str | Path, **components: Any) -> Any:
+    """A diffusers pipeline from a folder or hub id, some components replaced; an error says what to do."""
+
+    if not Path(model).is_dir() and Path(model).exists():
+        raise ValueError(f"{model} is a file; pass the pipeline's folder or a hub id")
+    try:
+        pipe = DiffusionPipeline.from_pretrained(model, **components)
+    except Exception as error:
+        raise ValueError(
+            f"{model} does not load as a diffusers pipeline ({type(error).__name__}: {error}); "
+            "if files are missing or damaged, restore them (git checkout, or download again)"
+        ) from error
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def generate(
+    pipe: Any,
+    prompts: Sequence[str],
+    contenders: Mapping[str, Contender],
+    *,
+    steps: int,
+    guidance: float,
+    seed: int,
+    rounds: int = 1,
+    progress: Callable[[str, int], None] = lambda name, step: None,
+    **arguments: Any,
+) -> dict[str, Outcome]:
+    """Run every contender on the same prompts and noise, in turns; the same seed gives the same images."""
+    outcomes: dict[str, Outcome] = {}
+    for _ in range(rounds):
+        for name, contender in contenders.items():
+
+            def tick(pipe: Any, step: int, timestep: Any, state: dict[str, Any], name: str = name) -> dict[str, Any]:
+                progress(name, step)
+                return state
+
+            with contender.attached(pipe) as session:
+                start = time.perf_counter()
+                images = pipe(
+                    prompt=list(prompts),
+                    num_inference_steps=steps,
+                    guidance_scale=guidance,
+                    generator=[torch.Generator().manual_seed(seed + i) for i in range(len(prompts))],
+                    callback_on_step_end=tick,
+                    **arguments,
+                ).images
+                seconds = time.perf_counter() - start
+                summary = session.summary() if isinstance(session, Session) else None
+            if name in outcomes:
+                outcomes[name].seconds.append(seconds)
+            else:
+                outcomes[name] = Outcome(images, [seconds], summary)
+    return outcomes
+
+
+def psnr(image: Any, reference: Any) -> float:
+    """Peak signal-to-noise ratio in dB of two PIL images."""
+    import numpy as np
+
+    error = np.asarray(image, dtype=float) - np.asarray(reference, dtype=float)
+    mean = float((error**2).mean())
+    return float("inf") if mean == 0 else 10 * float(np.log10(255**2 / mean))
