@@ -295,3 +295,21 @@ def test_scores_of_generated_images(folder: Path) -> None:
 
 def test_psnr_of_a_known_error() -> None:
     assert psnr(torch.full((1, 3, 2, 2), 0.2), torch.zeros(1, 3, 2, 2)).item() == pytest.approx(20, abs=1e-4)
+
+
+def test_card_shows_the_measured_figures() -> None:
+    from recipes.emoji.card import render
+
+    part = {"top1": 0.5, "top5": 0.75, "text_image_score": 0.6}
+    scores = {
+        "train": {**part, "real_images": {**part, "top1": 1.0}},
+        "validation": part,
+        "training": {"seconds": 7200.0, "step": 100, "images": 1428},
+        "steps": 20,
+        "guidance": 3.0,
+        "environment": {"date": "2026-01-01"},
+        "autoencoder_psnr": {"train": 33.0, "validation": 32.0},
+    }
+    card = render(scores)
+    assert "2.0 hours on one core, 100 steps, 1428 images (2 per label)" in card
+    assert "| retrieval, top 1 of 1 563 | 50.0% | 50.0% | 100.0% |" in card
