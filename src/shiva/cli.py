@@ -5,9 +5,11 @@ from __future__ import annotations
 import typer
 
 from shiva.measure.command import bench
+from shiva.report.demo import demo
 from shiva.training.command import train
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(demo)
 app.command()(train)
 app.add_typer(bench, name="bench")
 
@@ -18,4 +20,9 @@ def shiva() -> None:
 
 
 def main() -> None:
-    app()
+    """Run a command; what a person did wrong is one line, not a traceback."""
+    try:
+        app()
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise SystemExit(2) from error
