@@ -175,6 +175,7 @@ class DiffCRMethod(Method):
         weight = (rho - low) / (high - low)
         lower = self.single_pass(run, x, scores, bin_count(low, x.shape[1]), site, ctx)
         upper = self.single_pass(run, x, scores, bin_count(high, x.shape[1]), site, ctx)
+        ctx.kept[site.name] = round(float(rho.detach()) * x.shape[1])  # between the two passes
         mixed = Streams(torch.lerp(lower.image, upper.image, weight.to(x.dtype)))
         if lower.text is None or upper.text is None:
             return mixed

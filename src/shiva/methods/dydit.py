@@ -154,6 +154,7 @@ class DyDiTMethod(Method):
         mask = gumbel_mask(self.logits(x, site, ctx), self.config.tau)  # (B, N)
         ctx.memory.setdefault("ffn", {})[site.layer] = MaskedFFN.of(mask, site.module)
         out = run(x, None)
+        ctx.kept[site.name] = round(float(mask.detach().sum()) / x.shape[0])  # what inference would compute
         return out._replace(image=out.image * mask[..., None].to(out.image.dtype))
 
     def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:

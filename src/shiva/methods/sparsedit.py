@@ -163,7 +163,7 @@ class SparseDiTMethod(Method):
         self.merges = nn.ModuleList(Merge(spec.width) for _ in range(modules))
 
     def groups(self) -> dict[str, list[nn.Parameter]]:
-        return {"router": list(self.merges.parameters())}
+        return {"merge": list(self.merges.parameters())}
 
     def selects(self, site: Place) -> bool:
         if getattr(site, "rope", None) is not None:

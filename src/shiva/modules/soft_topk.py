@@ -19,12 +19,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from shiva.core.options import choice
 
 Solver = Literal["sinkhorn", "closed_form"]
 SOLVERS = ("sinkhorn", "closed_form")
 BISECTIONS = 80
+LOGARITHMIC_BELOW = 0.01
+"""The epsilon from which on Sinkhorn leaves logarithms, as released."""
 
 
 def soft_topk(
@@ -48,7 +51,8 @@ def soft_topk(
     # The selected anchor lies at +1, the rejected at 0: (s - 0)^2 - (s - 1)^2 = 2 s - 1.
     z = (2 * s - 1) / (scale * epsilon)
     k = torch.as_tensor(k, dtype=s.dtype, device=s.device)
-    mask: Tensor = _TwoAnchors.apply(z, k, solver, iterations)
+    logarithmic = epsilon <= LOGARITHMIC_BELOW
+    mask: Tensor = _TwoAnchors.apply(z, k, solver, iterations, logarithmic)
     return mask
 
 
@@ -58,16 +62,22 @@ def largest_cost(scores: Tensor) -> Tensor:
     return torch.maximum(s.square(), (s - 1).square()).amax(dim=-1, keepdim=True)
 
 
-def sinkhorn(z: Tensor, k: Tensor, iterations: int) -> Tensor:
-    """The offset b (B, 1) after so many Sinkhorn rounds on z (B, N)."""
-    n = z.shape[-1]
+def sinkhorn(z: Tensor, k: Tensor, iterations: int, logarithmic: bool) -> Tensor:
+    """The offset b (B, 1) after so many Sinkhorn rounds on z (B, N); logarithms cost more and never underflow."""
+    log_sum = log_sum_in_logarithms if logarithmic else log_sum_of_sigmoids
     b = z.new_zeros(*z.shape[:-1], 1)
-    log_odds = torch.logit(k / n)
+    log_odds = torch.logit(k / z.shape[-1])
     for _ in range(iterations):
-        selected = torch.nn.functional.logsigmoid(z + b).logsumexp(dim=-1, keepdim=True)
-        rejected = torch.nn.functional.logsigmoid(-z - b).logsumexp(dim=-1, keepdim=True)
-        b = b + log_odds - (selected - rejected)
+        b = b + log_odds - (log_sum(z + b) - log_sum(-z - b))
     return b
+
+
+def log_sum_of_sigmoids(z: Tensor) -> Tensor:
+    return torch.sigmoid(z).sum(dim=-1, keepdim=True).log()
+
+
+def log_sum_in_logarithms(z: Tensor) -> Tensor:
+    return F.logsigmoid(z).logsumexp(dim=-1, keepdim=True)
 
 
 def bisect(z: Tensor, k: Tensor) -> Tensor:
@@ -84,11 +94,11 @@ def bisect(z: Tensor, k: Tensor) -> Tensor:
 
 class _TwoAnchors(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, z: Tensor, k: Tensor, solver: Solver, iterations: int) -> Tensor:
+    def forward(ctx: Any, z: Tensor, k: Tensor, solver: Solver, iterations: int, logarithmic: bool) -> Tensor:
         wide, budget = z.double(), k.double()
         edge = 1e-9 * z.shape[-1]  # at k = 0 and k = N the offset is infinite
         budget = budget.clamp(edge, z.shape[-1] - edge)
-        b = sinkhorn(wide, budget, iterations) if solver == "sinkhorn" else bisect(wide, budget)
+        b = sinkhorn(wide, budget, iterations, logarithmic) if solver == "sinkhorn" else bisect(wide, budget)
         mask = torch.sigmoid(wide + b)
         ctx.save_for_backward(mask * torch.sigmoid(-wide - b))
         ctx.learns_k, ctx.dtype, ctx.k = solver == "closed_form", z.dtype, (k.dtype, k.shape)
@@ -96,7 +106,7 @@ class _TwoAnchors(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         (w,) = ctx.saved_tensors
         g = grad.double()
         mean = (w * g).sum(dim=-1, keepdim=True) / w.sum(dim=-1, keepdim=True).clamp(min=1e-300)  # (B, 1)
@@ -104,4 +114,4 @@ class _TwoAnchors(torch.autograd.Function):
         if ctx.learns_k and ctx.needs_input_grad[1]:
             dtype, shape = ctx.k
             grad_k = mean.sum_to_size(shape).to(dtype) if shape else mean.sum().to(dtype)
-        return (w * (g - mean)).to(ctx.dtype), grad_k, None, None
+        return (w * (g - mean)).to(ctx.dtype), grad_k, None, None, None
