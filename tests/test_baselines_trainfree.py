@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 import shiva
+from pipelines import PIPELINES
 from shiva.core.context import StepContext
 from shiva.core.cost import Flops, count
 from shiva.core.method import BackboneSpec, MethodConfig
@@ -622,6 +623,52 @@ def test_presets_build_for_a_backbone(config: type[MethodConfig]) -> None:
         assert config.preset(name).build(SPEC).guidance in ("shared", "per-sample", "max")
 
 
+# -- pipelines ---------------------------------------------------------------------------------------
+
+AT_WORK: dict[str, MethodConfig] = {
+    "tomesd": shiva.ToMeSD(sites=("attention", "cross_attention", "ffn")),
+    "tofu": shiva.ToFu(),
+    "sdtm": shiva.SDTM(round_to=1, switch=1, protect_every=2),
+    "toma": shiva.ToMA(skip=1, tile=3, select_every=2),
+    "ibtm": shiva.IBTM(layers=(0, 3), merge_from=2),
+}
+
+
+@pytest.mark.parametrize("backbone", PIPELINES)
+@pytest.mark.parametrize("method", AT_WORK)
+def test_a_guided_pipeline_runs_and_runs_again_alike(method: str, backbone: str) -> None:
+    tiny = PIPELINES[backbone]
+    pipe = tiny.make()
+    pipe.set_progress_bar_config(disable=True)
+    dense = tiny.image(pipe, steps=4)
+    with shiva.attach(pipe, AT_WORK[method]):
+        first, second = tiny.image(pipe, steps=4), tiny.image(pipe, steps=4)
+    assert torch.equal(first, second), "a run must not remember the one before it"
+    assert not torch.equal(first, dense)
+    assert torch.equal(tiny.image(pipe, steps=4), dense)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", AT_WORK)
+def test_a_step_compiles_as_one_graph(method: str) -> None:
+    model, call, results = make_sd3(), call_sd3(2, 8, 8), []
+    for compiled in (False, True):
+        with shiva.attach(model, AT_WORK[method]) as session:
+            if compiled:
+                session.compile(backend="eager")
+            results.append(output(model, call))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("backbone", ["sd3", "flux", "pixart"])
+def test_ibtm_in_an_unguided_pipeline_says_why(backbone: str) -> None:
+    tiny = PIPELINES[backbone]
+    pipe = tiny.make()
+    pipe.set_progress_bar_config(disable=True)
+    with shiva.attach(pipe, ibtm()), pytest.raises(RuntimeError, match="difference of the two guidance predictions"):
+        tiny.image(pipe, guidance=1.0)
+
+
 # -- FLOPs of the paper's table ----------------------------------------------------------------------
 
 
@@ -672,6 +719,7 @@ def tera(flops: Flops) -> float:
     return flops.paper / 1e12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "target"), [(shiva.ToMeSD, 8.97), (shiva.ToFu, 8.97)])
 def test_paper_flops_of_merging_in_every_attention(
     config: type[MethodConfig], target: float, medium: Medium, monkeypatch: pytest.MonkeyPatch
@@ -682,12 +730,14 @@ def test_paper_flops_of_merging_in_every_attention(
     assert tera(counted[0]) > tera(summary.flops), "the paper's column leaves the matching itself out"
 
 
+@pytest.mark.slow
 def test_paper_flops_of_toma_with_its_merge_products(medium: Medium, monkeypatch: pytest.MonkeyPatch) -> None:
     summary, counted = medium.records(shiva.ToMA.preset("paper"), (0,), monkeypatch)
     assert tera(counted[0]) == pytest.approx(8.22, abs=0.03)
     assert tera(summary.flops) == pytest.approx(8.20, abs=0.01)
 
 
+@pytest.mark.slow
 def test_paper_flops_of_ibtm_with_its_first_step_dense(medium: Medium, monkeypatch: pytest.MonkeyPatch) -> None:
     summary, _ = medium.records(shiva.IBTM.preset("paper"), (0, 1), monkeypatch)
     first, other = map(tera, summary.step_flops())
@@ -695,6 +745,7 @@ def test_paper_flops_of_ibtm_with_its_first_step_dense(medium: Medium, monkeypat
     assert (first + 49 * other) / 50 == pytest.approx(10.18, abs=0.02)
 
 
+@pytest.mark.slow
 def test_paper_flops_of_sdtm_over_its_schedule(medium: Medium, monkeypatch: pytest.MonkeyPatch) -> None:
     config = shiva.SDTM.preset("merge_only")
     assert isinstance(config, shiva.SDTM)
