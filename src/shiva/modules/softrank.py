@@ -30,15 +30,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shiva.modules import softrank_cells, softrank_soe
+from shiva.modules.softrank_cells import FAR
 
 Method = Literal["auto", "direct", "cells", "soe"]
 
-# An infinite score stands here: no kernel reaches so far, and differences are still finite.
-FAR = 1e38
-
-# Pairs (batch x N x N) up to which evaluating all of them is faster than the set-up of the other methods.
-DIRECT_PAIRS_CPU = 2 * 256 * 256
-DIRECT_TOKENS_CUDA = 1024
+# Up to here all pairs cost less than the other methods' many small steps: B x N x N, measured in eager mode on
+# a CPU (experiments/softrank_speed.py), and N where kernels are fused or launched in parallel.
+DIRECT_PAIRS = 1 << 18
+DIRECT_TOKENS = 1024
 
 
 class Backend(NamedTuple):
@@ -93,45 +92,43 @@ def _rank_dtype(scores: Tensor) -> torch.dtype:
 def choose(s: Tensor, tau: Tensor) -> Literal["direct", "cells", "soe"]:
     """The method that `auto` takes for s (B, N). It looks at the values only in eager mode on a CPU."""
     batch, n = s.shape
-    if s.device.type != "cpu":
-        return "direct" if n <= DIRECT_TOKENS_CUDA else "soe"
-    if batch * n * n <= DIRECT_PAIRS_CPU:
+    if torch.compiler.is_compiling() or s.device.type != "cpu":
+        return "direct" if n <= DIRECT_TOKENS else "soe"
+    if batch * n * n <= DIRECT_PAIRS:
         return "direct"
-    if torch.compiler.is_compiling():
-        return "soe"
-    return "cells" if softrank_cells.cell_count(s, tau) < 256 + n / 16 else "soe"
+    return "cells" if softrank_cells.span(s, tau) < 256 + n / 16 else "soe"
 
 
 class _SoftRank(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, tau: Tensor, method: Method) -> Tensor:
-        spoiled = scores.isnan().any(-1, keepdim=True)  # (B, 1)
+        poison = torch.where(scores.isnan().any(-1, keepdim=True), math.nan, 0.0)  # (B, 1): NaN or 0
         s = scores.to(_rank_dtype(scores)).nan_to_num(nan=0.0).clamp(-FAR, FAR)  # (B, N)
         ctx.method = choose(s, tau) if method == "auto" else method
         ctx.scores_dtype = scores.dtype
 
         r, D, order = BACKENDS[ctx.method].ranks(s, tau)
-        D = D.masked_fill(spoiled, math.nan)  # through D the gradient of a spoiled row is NaN too
-        ctx.save_for_backward(s, tau, D, order)
-        return r.to(s.dtype).masked_fill(spoiled, math.nan)
+        ctx.save_for_backward(s, tau, D + poison, order)  # through D the gradient of that row is NaN too
+        return (r + poison).to(s.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         s, tau, D, order = ctx.saved_tensors
-        # The Jacobian annuls constants. Taking the mean out first leaves less to cancel against g D.
+        # The Jacobian annuls constants, so the mean may go first. Both terms of v sum the same values of K in
+        # float64: what remains is sum_i K (g_i - g_m) with the error of K alone, and no residue of g_m K(0).
         g = grad.double()
         g = g - g.mean(-1, keepdim=True)
         v = (BACKENDS[ctx.method].kernel_sum(s, tau, g, order) - g * D) / tau.double()  # (B, N)
         infinite = s.abs() >= FAR
-        v = v.masked_fill(infinite, 0.0)
+        v = torch.where(infinite, 0.0 * D, v)  # 0, or NaN in a poisoned row
 
         grad_tau = None
         if ctx.needs_input_grad[1]:
             # r depends on s / tau alone, hence dL/dtau = -(1 / tau) sum s v. As v sums to 0, s may be
             # measured from any origin; from the densest score, offsets and outliers cost no precision.
-            densest = D.masked_fill(infinite, -1.0).argmax(-1, keepdim=True)
-            offset = (s.double() - s.gather(-1, densest).double()).masked_fill(infinite, 0.0)
+            densest = torch.where(infinite, -1.0, D).argmax(-1, keepdim=True)
+            offset = s.double() - s.gather(-1, densest).double()
             grad_tau = (-(offset * v).sum() / tau.double()).to(tau.dtype)
         return v.to(ctx.scores_dtype), grad_tau, None
 
@@ -146,7 +143,7 @@ def direct_ranks(s: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, None]:
 
 def direct_kernel_sum(s: Tensor, tau: Tensor, w: Tensor, order: Tensor | None = None) -> Tensor:
     p = _below(s, tau)
-    return (p * (1 - p) * w.unsqueeze(-2).to(s.dtype)).sum(-1, dtype=torch.float64)
+    return (p * (1 - p) * w.unsqueeze(-2)).sum(-1)
 
 
 def _below(s: Tensor, tau: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 H = 2.0  # a cell's width in temperatures
-MAX_CELLS = 1 << 16  # per row; the convolution works on about 5 kB for each
-FAR = 1e38  # scores at or beyond it are infinite ones
+MAX_CELLS = 1 << 16  # per row; the convolution takes 2 to 7 kB of working memory for each
+FAR = 1e38  # where an infinite score stands: no kernel reaches so far, and differences are still finite
 
 
 class Size(NamedTuple):
@@ -71,15 +71,17 @@ class Grid(NamedTuple):
 
 def extent(s: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest and the largest finite score of each row, (B, 1) float64; 0 and 0 if there is none."""
-    infinite = s.abs() >= FAR
-    lo = s.masked_fill(infinite, FAR).amin(-1, keepdim=True).double()
-    hi = s.masked_fill(infinite, -FAR).amax(-1, keepdim=True).double()
-    empty = lo > hi
-    return lo.masked_fill(empty, 0.0), hi.masked_fill(empty, 0.0)
+    lo, hi = s.amin(-1, keepdim=True), s.amax(-1, keepdim=True)
+    if bool((torch.maximum(-lo, hi) >= FAR).any()):
+        infinite = s.abs() >= FAR
+        lo = s.masked_fill(infinite, FAR).amin(-1, keepdim=True)
+        hi = s.masked_fill(infinite, -FAR).amax(-1, keepdim=True)
+        lo, hi = torch.where(lo > hi, 0.0, lo), torch.where(lo > hi, 0.0, hi)
+    return lo.double(), hi.double()
 
 
-def cell_count(s: Tensor, tau: Tensor) -> float:
-    """How many cells the finite scores of the widest row span. Reads the values."""
+def span(s: Tensor, tau: Tensor) -> float:
+    """How many cells the finite scores of the widest row cover. Reads the values."""
     lo, hi = extent(s)
     return float((hi - lo).max() / (H * tau.double()))
 
@@ -87,15 +89,15 @@ def cell_count(s: Tensor, tau: Tensor) -> float:
 def _grid(s: Tensor, tau: Tensor, W: int) -> Grid:
     lo, hi = extent(s)
     width = H * tau.double()
-    span = float((hi - lo).max() / width)
-    if not span < MAX_CELLS:
+    widest = float((hi - lo).max() / width)
+    if not widest < MAX_CELLS:
         raise ValueError(
-            f"the scores span {H * span:.3g} temperatures, above the {H * MAX_CELLS:.3g} that cells allow; "
+            f"the scores span {H * widest:.3g} temperatures, above the {H * MAX_CELLS:.3g} that cells allow; "
             "use method='auto' or 'soe'"
         )
     margin = W + 2  # an infinite score lives just out of every finite one's reach
-    cells = math.floor(span) + 2 * margin + 1
-    y = ((s.double() - lo) / width).clamp(-margin, span + margin) + margin  # (B, N)
+    cells = math.floor(widest) + 2 * margin + 2  # one to spare: y may round up to the next whole number
+    y = ((s.double() - lo) / width).clamp(-margin, widest + margin) + margin  # (B, N)
     c = y.floor()
     first = torch.arange(s.shape[0], device=s.device).unsqueeze(-1) * cells
     return Grid((c.long() + first).flatten(), (2 * (y - c) - 1).flatten(), (s.shape[0], cells))
@@ -128,9 +130,8 @@ def ranks(s: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, None]:
     C = F.conv1d(M, _table(SIZES[s.dtype]).to(s.device), padding=W)  # (B, 2P, cells)
 
     population = M[:, 0].cumsum(-1)  # (B, cells): scores in this cell or below
-    up_to_reach = F.pad(population, (0, W), value=0.0)[:, W:]
-    beyond = s.shape[-1] - up_to_reach
-    beyond[:, -W:] = 0
+    n = s.shape[-1]
+    beyond = n - F.pad(population[:, W:], (0, W), value=n)  # (B, cells): scores more than W cells above
     C[:, 0] += beyond  # each of them outranks the whole cell
 
     r = 0.5 + _evaluate(grid, C[:, :P])

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK_CPU, BLOCK_CUDA = 16, 64
+BLOCK = 16  # m; measured best of 8, 16 and 32: longer blocks have more pairs, shorter ones a longer recurrence
 PAD = -3e38  # below every score, so far that its kernels are 0
 RADIX_FROM = 32768  # the row length from which torch sorts integers on a CPU by radix, ten times faster
 
@@ -67,14 +67,12 @@ def ranks(s: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x = _blocks(s.gather(-1, order), PAD)  # (m, B, blocks)
     a, b = SERIES[s.dtype]
 
-    near_sigma, near_kernel = torch.full_like(x, 0.5), torch.full_like(x, 0.25)  # the self terms
-    for lag in range(1, x.shape[0]):
-        p = _near(x, lag, tau)
-        near_sigma[lag:] += p
-        near_sigma[:-lag] -= p
-        kernel = p - p * p
-        near_kernel[lag:] += kernel
-        near_kernel[:-lag] += kernel
+    p = _near(x, tau)  # (j, i, B, blocks)
+    near_kernel = torch.zeros_like(x, dtype=torch.float64)
+    for kernel_j in p * (1 - p):
+        near_kernel += kernel_j
+    lower = torch.ones(p.shape[:2], dtype=s.dtype, device=s.device).triu()  # 1 where j <= i
+    near_sigma = p.mul_((2 * lower - 1)[..., None, None]).sum(0)
     sigma, kernel = _far(x, None, tau, (a, b))  # each (m, 2, B, blocks): from the left, from the right
 
     # A score above counts 1 - sigma(-d), a score below sigma(-d): the ones are the hard rank, known exactly.
@@ -92,13 +90,10 @@ def kernel_sum(s: Tensor, tau: Tensor, w: Tensor, order: Tensor | None) -> Tenso
     weights = _blocks(w.gather(-1, order), 0.0)
     _, b = SERIES[s.dtype]
 
-    v = weights.to(s.dtype)
-    near = 0.25 * v
-    for lag in range(1, x.shape[0]):
-        p = _near(x, lag, tau)
-        kernel = p - p * p
-        near[lag:] += kernel * v[:-lag]
-        near[:-lag] += kernel * v[lag:]
+    p = _near(x, tau)
+    near = torch.zeros_like(weights)
+    for kernel_j, w_j in zip(p.mul_(1 - p), weights, strict=True):  # one at a time: float64 pairs are too many
+        near += kernel_j * w_j
     (kernel,) = _far(x, weights, tau, (b,))
     total = _rows(near + (kernel[:, 0] + kernel[:, 1]), s.shape[-1])
     return torch.empty_like(total).scatter(-1, order, total)
@@ -117,9 +112,8 @@ def ascending(s: Tensor) -> Tensor:
 
 def _blocks(rows: Tensor, fill: float) -> Tensor:
     """(B, N) -> (m, B, blocks), padded in front; neighbours lie apart, so that each step is one long vector."""
-    m = BLOCK_CUDA if rows.is_cuda else BLOCK_CPU
-    padded = F.pad(rows, (-rows.shape[-1] % m, 0), value=fill)
-    return padded.reshape(rows.shape[0], -1, m).permute(2, 0, 1).contiguous()
+    padded = F.pad(rows, (-rows.shape[-1] % BLOCK, 0), value=fill)
+    return padded.reshape(rows.shape[0], -1, BLOCK).permute(2, 0, 1).contiguous()
 
 
 def _rows(blocks: Tensor, n: int) -> Tensor:
@@ -127,29 +121,39 @@ def _rows(blocks: Tensor, n: int) -> Tensor:
     return blocks.permute(1, 2, 0).flatten(1)[:, -n:]
 
 
-def _near(x: Tensor, lag: int, tau: Tensor) -> Tensor:
-    """sigma(-d) of each score and the one `lag` places above it in its block, (m - lag, B, blocks)."""
-    return torch.sigmoid((x[:-lag] - x[lag:]) / tau.to(x.dtype))
+def _near(x: Tensor, tau: Tensor) -> Tensor:
+    """sigma(-|x_i - x_j|) of the pairs inside each block, (m, m, B, blocks). In place: it is large."""
+    return (x.unsqueeze(0) - x.unsqueeze(1)).abs_().mul_(-1 / tau.double()).sigmoid_()
 
 
-def _powers(z: Tensor, n: int) -> Tensor:
-    """z, z^2, ..., z^n as a new first dimension."""
-    powers = [z]
-    for _ in range(n - 1):
-        powers.append(powers[-1] * z)
-    return torch.stack(powers)
+def _prefix(M: Tensor, hi: Tensor, k: Tensor) -> Tensor:
+    """M_b + sum_{c < b} e^{-k (hi_b - hi_c)} M_c for every block b; M is (n, 2, B, blocks), hi without n.
+
+    Merges neighbours, solves for the half as many pairs, and completes the blocks between (Brent-Kung): O(blocks)
+    work in 2 log2(blocks) steps. Every decay is that of a true distance, never a product of shorter ones.
+    """
+    blocks = hi.shape[-1]
+    if blocks == 1:
+        return M
+    odd = hi[..., 1::2]
+    pairs = M[..., 1::2] + torch.exp(k * (hi[..., :-1:2] - odd)) * M[..., :-1:2]
+    at_odd = _prefix(pairs, odd, k)
+    between = (blocks - 1) // 2
+    decay = torch.exp(k * (odd[..., :between] - hi[..., 2::2]))
+    at_even = torch.cat([M[..., :1], M[..., 2::2] + decay * at_odd[..., :between]], dim=-1)
+    return torch.stack([at_even, F.pad(at_odd, (0, blocks % 2))], dim=-1).flatten(-2)[..., :blocks]
 
 
 def _far(x: Tensor, w: Tensor | None, tau: Tensor, series: tuple[tuple[float, ...], ...]) -> list[Tensor]:
     """sum_k c_k sum_j w_j e^{-k |x_i - x_j|} over all j in other blocks, for each c in `series`.
 
-    Returns one (m, 2, B, blocks) float64 per series: from the blocks below, then from those above. Every
-    decay comes from a true distance, never from a chain of shorter ones, so nothing overflows or drifts.
+    Returns one (m, 2, B, blocks) float64 per series: from the blocks below, then from those above.
     """
     x = x.double() / tau.double()
     lines = torch.stack([x, -x.flip(0, -1)], dim=1)  # (m, 2, B, blocks), ascending in both
     lo, hi = lines[0], lines[-1]  # (2, B, blocks)
     n = len(series[0])
+    k = torch.arange(1, n + 1, dtype=x.dtype, device=x.device).view(n, 1, 1, 1)
 
     # Moments of each block, seen from its upper end: M_k = sum_j w_j e^{-k (hi - x_j)}.
     z = torch.exp(lines - hi)
@@ -160,20 +164,15 @@ def _far(x: Tensor, w: Tensor | None, tau: Tensor, series: tuple[tuple[float, ..
         moments.append(power.sum(0))
     M = torch.stack(moments)  # (n, 2, B, blocks)
 
-    # Inclusive prefix sum over the blocks (Kogge-Stone).
-    step, blocks = 1, hi.shape[-1]
-    while step < blocks:
-        decay = _powers(torch.exp(hi[..., :-step] - hi[..., step:]), n)
-        M = torch.cat([M[..., :step], torch.addcmul(M[..., step:], decay, M[..., :-step])], dim=-1)
-        step *= 2
+    M = _prefix(M, hi, k)
 
     # Hand over to the lower end of the next block, and evaluate there by Horner's rule in e^{-(x - lo)}.
-    S = F.pad(_powers(torch.exp(hi[..., :-1] - lo[..., 1:]), n) * M[..., :-1], (1, 0))  # (n, 2, B, blocks)
+    S = F.pad(torch.exp(k * (hi[..., :-1] - lo[..., 1:])) * M[..., :-1], (1, 0))  # (n, 2, B, blocks)
     z = torch.exp(lo - lines)
     sums = []
     for c in series:
         total = c[-1] * S[-1] * z
-        for k in range(n - 2, -1, -1):
-            total.add_(c[k] * S[k]).mul_(z)
+        for i in range(n - 2, -1, -1):
+            total.add_(c[i] * S[i]).mul_(z)
         sums.append(torch.stack([total[:, 0], total[:, 1].flip(0, -1)], dim=1))
     return sums
