@@ -42,10 +42,10 @@ def start_gently(model: SD3Transformer2DModel) -> None:
     model.proj_out.bias.zero_()
 
 
-def logit_normal(count: int, generator: torch.Generator) -> Tensor:
+def logit_normal(count: int, generator: torch.Generator, mean: float = 0.0, deviation: float = 1.0) -> Tensor:
     """`count` noise levels in (0, 1), stratified so that each batch covers them evenly."""
     quantiles = (torch.arange(count) + torch.rand(count, generator=generator)) / count
-    return torch.sigmoid(torch.special.ndtri(quantiles.clamp(1e-4, 1 - 1e-4)))
+    return torch.sigmoid(mean + deviation * torch.special.ndtri(quantiles.clamp(1e-4, 1 - 1e-4)))
 
 
 def flow_loss(model: SD3Transformer2DModel, clean: Tensor, noise: Tensor, sigma: Tensor, text: Text) -> Tensor:

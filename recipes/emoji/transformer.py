@@ -171,17 +171,19 @@ def draw_grid(ema: SD3Transformer2DModel, prepared: Prepared, path: Path) -> Non
 
 
 def draw_batch(
-    prepared: Prepared, size: int, dropout: float, generator: torch.Generator
+    prepared: Prepared, options: argparse.Namespace, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor, Text]:
     """Clean latents, noise, noise levels and text of one step."""
+    size = options.batch
     latents, texts = prepared.latents["train"], prepared.texts["train"]
     pick = torch.randint(0, len(latents), (size,), generator=generator)
     variant = torch.randint(0, texts.pooled.shape[1], (size,), generator=generator)
-    dropped = torch.rand(size, generator=generator) < dropout
+    dropped = torch.rand(size, generator=generator) < options.dropout
     hidden = torch.where(dropped[:, None, None], prepared.empty.hidden, texts.hidden[pick, variant])
     pooled = torch.where(dropped[:, None], prepared.empty.pooled, texts.pooled[pick, variant])
     noise = torch.randn(latents[pick].shape, generator=generator)
-    return latents[pick], noise, logit_normal(size, generator), Text(hidden, pooled)
+    sigma = logit_normal(size, generator, options.noise_mean, options.noise_deviation)
+    return latents[pick], noise, sigma, Text(hidden, pooled)
 
 
 def parse() -> argparse.Namespace:
@@ -200,6 +202,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ema", type=float, default=0.999)
     parser.add_argument("--dropout", type=float, default=0.1, help="share of captions replaced by the empty one")
     parser.add_argument("--zero-tokens", type=float, default=0.05, help="share of steps with 256 zero tokens")
+    parser.add_argument(
+        "--noise-mean",
+        type=float,
+        default=0.8,
+        help="of the noise level's logit; above 0, since what a caption adds shows at high noise only",
+    )
+    parser.add_argument("--noise-deviation", type=float, default=1.2, help="of the noise level's logit")
     parser.add_argument("--variants", type=int, default=8, help="captions per label")
     parser.add_argument("--save-minutes", type=float, default=3)
     parser.add_argument("--probe-minutes", type=float, default=5)
@@ -241,7 +250,7 @@ def main() -> None:
     drawn, recent, last = clock.seconds, [], time.monotonic()
     while not stopping:
         factor = rate_factor(clock, 100, options.finish * 60)
-        clean, noise, sigma, text = draw_batch(prepared, options.batch, options.dropout, generator)
+        clean, noise, sigma, text = draw_batch(prepared, options, generator)
         if torch.rand((), generator=generator) < options.zero_tokens:
             text = text.with_zero_tokens()
         loss = flow_loss(model, clean, noise, sigma, text).mean()
