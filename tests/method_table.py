@@ -111,6 +111,11 @@ METHODS: dict[str, Row] = {
         kept=half_but_first,
         differentiable=True,
     ),
+    "shiva-near": Row(
+        on=shiva.Shiva(budget=0.5, rejected="near"),
+        off=shiva.Shiva(budget=1.0, rejected="near"),
+        kept=half_but_first,
+    ),
     "shiva-pairs": Row(
         on=shiva.Shiva(budget=0.5, share_pairs=True),
         off=shiva.Shiva(budget=1.0, share_pairs=True),

@@ -16,7 +16,7 @@ from shiva.modules.schedule import RatioSchedule
 
 def selections(session: shiva.Session) -> dict[Any, Tensor]:
     assert session.ctx is not None
-    return {key: value.indices for key, value in session.ctx.memory.items() if key[0] == "selection"}
+    return {key: value for key, value in session.ctx.memory.items() if key[0] == "indices"}
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -67,7 +67,7 @@ def test_the_guidance_maximum_keeps_what_either_half_wants(tmp_path: Path) -> No
         session.method.scores = lambda *args: seen.append(route(*args)) or seen[-1]  # type: ignore[method-assign]
         tiny.image(pipe, steps=1)
         best = torch.maximum(*seen[0].chunk(2)).topk(session.ctx.counts[1]).indices.sort().values  # type: ignore[union-attr]
-        assert torch.equal(selections(session)["selection", 1][:1], best)
+        assert torch.equal(selections(session)["indices", 1][:1], best)
 
 
 def test_sequential_guidance_shares_the_first_calls_selection(tmp_path: Path) -> None:
@@ -123,3 +123,84 @@ def test_the_budget_is_met_at_the_runs_own_timesteps(tmp_path: Path) -> None:
             exact = rising.resample(pipe.scheduler.timesteps.tolist()).shift(0.6)
             assert exact.mean_keep == pytest.approx(0.6, abs=1e-4)
             assert kept == [row[1] for row in exact.counts(48)]
+
+
+def cached(**options: Any) -> shiva.Shiva:
+    return shiva.Shiva(rejected="cached", score="random", **options)
+
+
+def test_cached_updates_bring_a_run_closer_to_dense(tmp_path: Path) -> None:
+    tiny = PIPELINES["sd3"]
+    pipe = tiny.load(tmp_path)
+    dense = tiny.image(pipe, steps=6)
+    errors = {}
+    for rejected in ("identity", "near", "cached"):
+        config = shiva.Shiva(budget=0.5, score="random", rejected=rejected, dense_steps=(0,))
+        with shiva.attach(pipe, config) as session:
+            errors[rejected] = (tiny.image(pipe, steps=6) - dense).square().mean().item()
+            summary = session.summary()
+            assert summary.keep == pytest.approx(0.5, abs=0.03), "the dense step is paid for by the others"
+            assert (summary.cached_bytes > 0) == (rejected == "cached")
+    assert errors["cached"] < errors["identity"]
+
+
+def test_the_cache_is_new_for_every_run_and_apart_for_every_branch(tmp_path: Path) -> None:
+    """Also after an abort, at another batch size or resolution, and when two pipelines share a transformer."""
+    for name in ("sd3", "flux"):
+        tiny = PIPELINES[name]
+        pipe = tiny.load(tmp_path / name)
+        with shiva.attach(pipe, cached(budget=0.6)) as session:
+            first = tiny.image(pipe, steps=4)
+            assert session.ctx is not None
+            branches = {key[2] for key in session.ctx.run}
+            assert branches == ({0, 1} if name == "flux" else {0})
+
+            def stop(*args: Any) -> dict[str, Any]:
+                raise KeyboardInterrupt
+
+            with pytest.raises(KeyboardInterrupt):
+                tiny.image(pipe, steps=4, callback_on_step_end=stop)
+            assert torch.equal(tiny.image(pipe, steps=4), first)
+            tiny.image(pipe, prompts=2, steps=4)
+            tiny.image(pipe, steps=4, height=16, width=16)
+            assert torch.equal(tiny.image(pipe, steps=4), first)
+            other = type(pipe)(
+                **{**pipe.components, "scheduler": type(pipe.scheduler).from_config(pipe.scheduler.config)}
+            )
+            other.set_progress_bar_config(disable=True)
+            tiny.image(other, steps=4)
+            assert torch.equal(tiny.image(pipe, steps=4), first)
+
+
+def test_cached_updates_can_be_smaller(tmp_path: Path) -> None:
+    tiny = PIPELINES["sd3"]
+    pipe = tiny.load(tmp_path)
+    sizes = {}
+    for options in ({}, {"cache_dtype": "bfloat16"}, {"cache_layers": (1,)}):
+        with shiva.attach(pipe, cached(budget=0.6, **options)) as session:
+            tiny.image(pipe, steps=3)
+            sizes[str(options)] = session.summary().cached_bytes
+    whole, half, third = sizes.values()
+    assert half == whole / 2
+    assert third == whole / 3
+
+
+@pytest.mark.parametrize("score", ["random", "age", "norm", "update", "router"])
+def test_tokens_can_be_ranked_without_a_router_and_by_age(score: str, tmp_path: Path) -> None:
+    tiny = PIPELINES["sd3"]
+    pipe = tiny.load(tmp_path)
+    with shiva.attach(pipe, shiva.Shiva(budget=0.6, rejected="cached", score=score, age=0.5)) as session:
+        image = tiny.image(pipe, steps=5)
+        assert torch.equal(tiny.image(pipe, steps=5), image), "deterministic"
+        assert session.ctx is not None
+        age = session.ctx.run["age", 1, 0]
+        assert age.max() >= 1
+        if score == "age":
+            assert age.max() <= 3, "no token waits longer than it takes to serve the others"
+
+
+def test_a_budget_below_its_dense_steps_is_refused(tmp_path: Path) -> None:
+    tiny = PIPELINES["sd3"]
+    pipe = tiny.load(tmp_path)
+    with shiva.attach(pipe, cached(budget=0.3)), pytest.raises(ValueError, match="cannot be met in 3 steps"):
+        tiny.image(pipe, steps=3)

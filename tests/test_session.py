@@ -127,6 +127,22 @@ def test_a_step_compiles_without_graph_breaks_once_per_distinct_row(backbone: st
 
 
 @pytest.mark.slow
+def test_cached_updates_and_age_compile_too() -> None:
+    torch._dynamo.reset()
+    model, tiny = make_sd3(), BACKBONES["sd3"]
+    calls = [tiny.call(2, 6, 6, timestep=t) for t in (900.0, 600.0, 300.0)]
+    with shiva.attach(model, shiva.Shiva(budget=0.5, rejected="cached", age=0.5)) as session:
+        eager = [run(model, call) for call in calls]
+        assert session.stats[0].kept["transformer_blocks.1"] == 36
+        assert session.stats[1].kept["transformer_blocks.1"] == 18
+        session.compile(backend="eager", fullgraph=True)
+        compiled = [run(model, call) for call in calls]
+    for a, b in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
 def test_a_compiled_transformer_may_be_attached_to() -> None:
     """A user's own torch.compile keeps working: only the session's bookkeeping stays outside the graph."""
     torch._dynamo.reset()

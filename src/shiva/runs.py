@@ -31,7 +31,8 @@ class RunTracker:
     """Follows the calls of one transformer.
 
     Timesteps fall within a run. So a higher one, or the same one with other latents, begins a new run;
-    the same one with the very same latents tensor is the other branch of sequential guidance; and a new
+    the same one with the very same latents tensor is the other branch of sequential guidance, as is,
+    inside one pipeline run, the same one at another batch size (skip-layer guidance); and a new
     `scheduler.timesteps` tensor is a new run whatever its values.
     """
 
@@ -54,7 +55,8 @@ class RunTracker:
             self._schedule = self._timesteps = None
         same_latents = self._latents is not None and self._latents() is latents
         again = timestep == self._timestep
-        if rescheduled or not (timestep < self._timestep or (again and same_latents)):
+        other_batch = schedule is not None and latents.shape != self._shape
+        if rescheduled or not (timestep < self._timestep or (again and (same_latents or other_batch))):
             self.run = Run(paired=self._pairs(latents))
         elif again:
             self.run.branch += 1

@@ -13,7 +13,7 @@ import torch
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shiva.backbones.base import Backbone, Call, Site, backbone_of, bind, parameter_names
 from shiva.checkpoint import ShivaCheckpoint, remove_adapter
@@ -314,7 +314,12 @@ class Session:
             costs=costs,
             dense=dense,
             seconds=self.phases(),
+            cached_bytes=0 if self.ctx is None else tensor_bytes(self.ctx.run),
         )
+
+
+def tensor_bytes(values: dict[Any, Any]) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 def to_meta(value: Any) -> Any:

@@ -38,6 +38,8 @@ class Summary:
     dense: Flops
     """FLOPs of one dense call."""
     seconds: dict[str, float]
+    cached_bytes: int = 0
+    """Memory of what the method carries from step to step."""
 
     def _saved(self, step: StepRecord) -> Flops:
         """FLOPs a call did not spend; a block that is reduced inside is priced at its inner sites."""
@@ -103,6 +105,7 @@ class Summary:
                 for step, flops in zip(self.steps, per_step, strict=True)
             ],
             "seconds": self.seconds,
+            "cached_bytes": self.cached_bytes,
         }
 
     def __str__(self) -> str:
@@ -127,4 +130,6 @@ class Summary:
         if self.seconds:
             spent = ", ".join(f"{phase} {seconds * 1e3:.1f}" for phase, seconds in self.seconds.items())
             console.print(f"milliseconds in the reduction path: {spent}")
+        if self.cached_bytes:
+            console.print(f"carried from step to step: {self.cached_bytes / 2**20:.1f} MiB")
         return text.getvalue()

@@ -28,7 +28,7 @@ from shiva.core import options
 from shiva.core.context import StepContext
 from shiva.core.method import BackboneSpec, GuidancePolicy, Method, MethodConfig, Place, Run, unify_guidance
 from shiva.core.reduction import Streams, flat_rows, gather, scatter, select
-from shiva.methods._gated import check_layers, full_precision, shared_indices
+from shiva.methods._select import check_layers, full_precision, shared_indices
 from shiva.modules.router import perturb
 from shiva.modules.topk import hard_topk
 
@@ -183,7 +183,7 @@ class DiffCRMethod(Method):
 
     def scores(self, x: Tensor, layer: int, ctx: StepContext) -> Tensor:
         """Router scores (B, N), float32, of tokens x (B, N, D)."""
-        with ctx.phase("router"), full_precision(x, self.training):
+        with ctx.phase("router"), full_precision(x.device, self.training):
             scores = self.routers[layer](x.float()).squeeze(-1)
             return perturb(scores, self.exploration.score_noise) if self.training else scores
 

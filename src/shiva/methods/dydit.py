@@ -28,7 +28,7 @@ from shiva.core import options
 from shiva.core.context import StepContext
 from shiva.core.method import BackboneSpec, GuidancePolicy, Method, MethodConfig, Place, Run, unify_guidance
 from shiva.core.reduction import Reduction, Streams, select
-from shiva.methods._gated import full_precision
+from shiva.methods._select import full_precision
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class DyDiTMethod(Method):
 
     def logits(self, x: Tensor, site: Place, ctx: StepContext) -> Tensor:
         """Router logits (B, N) of the FFN's input x (B, N, D)."""
-        with ctx.phase("router"), full_precision(x, self.training):
+        with ctx.phase("router"), full_precision(x.device, self.training):
             logits = self.routers[site.layer](x, ctx.time_embedding, ctx.prompt)
             return unify_guidance(logits, self.guidance, ctx)
 

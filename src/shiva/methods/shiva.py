@@ -12,26 +12,18 @@ from torch import Tensor, nn
 
 from shiva.core import options
 from shiva.core.context import StepContext
-from shiva.core.method import (
-    BackboneSpec,
-    Exploration,
-    GuidancePolicy,
-    Method,
-    MethodConfig,
-    Place,
-    Run,
-    unify_guidance,
-)
-from shiva.core.reduction import Reduction, Streams, select
+from shiva.core.method import BackboneSpec, Exploration, Place, Run, unify_guidance
+from shiva.core.reduction import Reduction, Streams
+from shiva.methods._select import SelectConfig, SelectMethod, full_precision, shared_indices
 from shiva.modules.losses import BudgetController
 from shiva.modules.policy import POLICIES
-from shiva.modules.router import RouterBank, perturb
+from shiva.modules.router import perturb
 from shiva.modules.schedule import RatioSchedule
-from shiva.modules.topk import Selection, input_gated, output_gated, select_tokens, token_count
+from shiva.modules.topk import Selection, hard_topk, input_gated, output_gated, select_tokens, token_count
 
 
 @dataclass(frozen=True)
-class Shiva(MethodConfig):
+class Shiva(SelectConfig):
     """Learned token selection with a learned ratio per layer and timestep."""
 
     budget: float | None = None
@@ -40,18 +32,8 @@ class Shiva(MethodConfig):
     """Instead of a budget: true FLOPs of the run as a share of dense."""
     bucket: int | None = None
     """Round token counts to this multiple, holding their mean; fewer distinct shapes to compile."""
-    dense: tuple[int, ...] = (0,)
-    """Layers that always see all tokens; the paper bypasses the first."""
     share_pairs: bool = False
     """One selection per pair of layers: router, sort, gather and scatter are paid once a pair."""
-    guidance: GuidancePolicy = "max"
-    """How the two guidance halves agree on tokens: the elementwise maximum of scores in the paper."""
-    sharing: str = "pairwise"
-    """Which layers share a router: pairwise, global, independent, or groups-n."""
-    bottleneck: int = 64
-    """Width of the router."""
-    signals: tuple[str, ...] = ("time", "prompt", "layer")
-    """Context the router reads beside the token itself."""
     policy: str = "additive"
     """Form of the ratio policy: additive, or film (for the ablation)."""
     estimator: str = "output"
@@ -66,9 +48,10 @@ class Shiva(MethodConfig):
     """Training: the budget follows the ratios without their exploration noise; the paper's follows the noisy ones."""
 
     presets: ClassVar = {"paper": {"estimator": "input", "beta": 0.2, "dual": 0.0, "noise_free": False}}
-    fixed: ClassVar = frozenset({"sharing", "bottleneck", "signals", "policy"})
+    fixed: ClassVar = SelectConfig.fixed | {"policy"}
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.budget is not None:
             options.share("budget", self.budget)
         if self.flops is not None:
@@ -77,13 +60,12 @@ class Shiva(MethodConfig):
             raise ValueError(f"budget={self.budget} and flops={self.flops} exclude each other; pass one")
         if self.bucket is not None and self.bucket < 1:
             raise ValueError(f"bucket={self.bucket} must be at least 1")
-        options.choice("guidance", self.guidance, ("shared", "per-sample", "max"))
+        if self.share_pairs and self.rejected == "cached":
+            raise ValueError("share_pairs and rejected='cached' exclude each other: a cached update is one layer's")
         options.choice("policy", self.policy, POLICIES)
         options.choice("estimator", self.estimator, ("input", "output"))
         options.choice("guess", self.guess, ("zero", "mean", "ridge", "teacher"))
         options.share("beta", self.beta)
-        object.__setattr__(self, "dense", tuple(self.dense))
-        object.__setattr__(self, "signals", tuple(self.signals))
 
     def build(self, spec: BackboneSpec) -> ShivaMethod:
         return ShivaMethod(self, spec)
@@ -97,27 +79,13 @@ class Carried:
     base: Tensor = field(repr=False)
 
 
-class ShivaMethod(Method):
+class ShivaMethod(SelectMethod):
     """Router, ratio policy and its compiled table at work."""
 
-    needs_signals = True
     config: Shiva
 
     def __init__(self, config: Shiva, spec: BackboneSpec):
         super().__init__(config, spec)
-        outside = [layer for layer in config.dense if not 0 <= layer < spec.layers]
-        if outside:
-            raise ValueError(f"dense={config.dense} names layer {outside[0]}, but {spec.name} has {spec.layers}")
-        self.guidance = config.guidance
-        self.routers = RouterBank(
-            spec.width,
-            spec.time_width,
-            spec.prompt_width,
-            spec.layers,
-            config.sharing,
-            config.bottleneck,
-            config.signals,
-        )
         target = 0.6 if config.budget is None else config.budget
         self.policy = POLICIES[config.policy](spec.layers, target)
         self.schedule = RatioSchedule.flat(target, spec.layers, config.dense)
@@ -128,7 +96,7 @@ class ShivaMethod(Method):
         self.eval()
 
     def groups(self) -> dict[str, list[nn.Parameter]]:
-        return {"router": list(self.routers.parameters()), "policy": list(self.policy.parameters())}
+        return {**super().groups(), "policy": list(self.policy.parameters())}
 
     def tables(self) -> dict[str, Tensor]:
         return self.schedule.state()
@@ -150,7 +118,7 @@ class ShivaMethod(Method):
 
     def plan(self, ctx: StepContext, timesteps: list[float] | None) -> tuple[int, ...]:
         if self.training:
-            with self.full_precision(self.policy.anchor.device):
+            with full_precision(self.policy.anchor.device, self.training):
                 ratios = self.training_ratios(ctx)
             ctx.memory["ratios"] = ratios
             return tuple(token_count(r, ctx.tokens) for r in ratios.tolist())
@@ -158,20 +126,38 @@ class ShivaMethod(Method):
         if key not in self._tables:
             self._tables[key] = self._table(ctx, timesteps)
         table = self._tables[key]
-        row = ctx.step if timesteps is not None else self.schedule.row(ctx.timestep)
-        return tuple(table[row])
+        if timesteps is None and self.dense_step(ctx.step):
+            return (ctx.tokens,) * self.spec.layers
+        return tuple(table[ctx.step if timesteps is not None else self.schedule.row(ctx.timestep)])
 
     def _table(self, ctx: StepContext, timesteps: Sequence[float] | None) -> list[list[int]]:
         """Counts for a run: the schedule at the run's own timesteps, brought to the budget there."""
         config, schedule = self.config, self.schedule
         if timesteps is not None:
             schedule = schedule.resample(timesteps)
+        steps = 0 if timesteps is None else len(timesteps)
+        dense = [step for step in range(steps) if self.dense_step(step)]
         if config.budget is not None:
-            schedule = schedule.shift(config.budget)
+            schedule = schedule.shift(self._left(config.budget, steps, len(dense)))
         elif config.flops is not None:
-            schedule = schedule.shift(flops=config.flops, cost=ctx.cost())
+            schedule = schedule.shift(flops=self._left(config.flops, steps, len(dense)), cost=ctx.cost())
         counts = schedule.bucket(config.bucket, ctx.tokens) if config.bucket else schedule.counts(ctx.tokens)
+        for step in dense:
+            counts[step] = [ctx.tokens] * self.spec.layers
         return [self._pair_counts(row) for row in counts] if config.share_pairs else counts
+
+    @staticmethod
+    def _left(target: float, steps: int, dense: int) -> float:
+        """The share that reduced steps may take so that a run with some dense steps still meets its target."""
+        if dense in (0, steps):
+            return target
+        left = (target * steps - dense) / (steps - dense)
+        if left <= 0:
+            raise ValueError(
+                f"a share of {target} cannot be met in {steps} steps of which {dense} are dense; "
+                "pass a larger one, more steps, or rejected='identity'"
+            )
+        return left
 
     def _pair_counts(self, row: list[int]) -> list[int]:
         """Both layers of a pair run on the mean of their counts."""
@@ -202,10 +188,6 @@ class ShivaMethod(Method):
             times = torch.tensor(list(timesteps), dtype=torch.float32, device=device)
             logits = self.policy.logits(times)  # (M, L)
             self.controller.observe(self._mean_keep(logits if self.config.noise_free else logits + self._logit_noise))
-
-    def full_precision(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        """Training under autocast still ranks and counts in float32: both need the digits."""
-        return torch.autocast(device.type, enabled=False) if self.training else contextlib.nullcontext()
 
     def _mean_keep(self, logits: Tensor) -> Tensor:
         """Mean keep of the reduced layers, from logits (..., L)."""
@@ -257,38 +239,31 @@ class ShivaMethod(Method):
 
     # -- which ---------------------------------------------------------------------------------------
 
-    def scores(self, x: Tensor, layer: int, ctx: StepContext) -> Tensor:
-        """Router scores (B, N) of tokens x (B, N, D)."""
-        return self.routers(x, ctx.time_embedding, ctx.prompt, layer)
-
     def select(self, x: Tensor, layer: int, ctx: StepContext) -> Selection:
-        """The tokens a layer runs on; the second call of sequential guidance takes the first's."""
-        key = ("selection", layer)
-        if ctx.branch and self.guidance != "per-sample" and key in ctx.memory:
-            return ctx.memory[key]
-        with ctx.phase("router"), self.full_precision(x.device):
-            scores = self.scores(x, layer, ctx)
+        """The tokens a layer runs on in training, with the inclusion that carries the gradient."""
+        how = self.exploration
+        scores = perturb(self.scores(x, layer, ctx), how.score_noise)
+        budget = ctx.memory["ratios"][layer] * ctx.tokens
         with ctx.phase("sort"):
-            if self.training:
-                how = self.exploration
-                scores = perturb(scores, how.score_noise)
-                budget = ctx.memory["ratios"][layer] * ctx.tokens
-                return select_tokens(scores, ctx.counts[layer], budget, how.tau_rank, how.tau_sel)
-            scores = unify_guidance(scores, self.guidance, ctx)
-            selection = select_tokens(scores, ctx.counts[layer])
-        ctx.memory[key] = selection
-        return selection
+            return select_tokens(scores, ctx.counts[layer], budget, how.tau_rank, how.tau_sel)
+
+    def choose(self, x: Tensor, layer: int, ctx: StepContext) -> Tensor:
+        """Indices (B, k) of the tokens a layer runs on at inference."""
+        scores = unify_guidance(self.scores(x, layer, ctx), self.guidance, ctx)
+        with ctx.phase("sort"):
+            return hard_topk(self.waited(scores, layer, ctx), ctx.counts[layer])
 
     def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
-        tokens = x.shape[1]
+        layer = site.layer
         if not self.training:
-            if ctx.counts[site.layer] >= tokens:
+            if self.runs_dense(x, layer, ctx):
                 return None
-            return select(self.select(x, site.layer, ctx).indices, tokens)
-        selection = self.select(x, site.layer, ctx)
+            indices = shared_indices(layer, self.guidance, ctx, lambda: self.choose(x, layer, ctx))
+            return self.fill(indices, x, layer, ctx)
+        selection = self.select(x, layer, ctx)
         if self.config.estimator == "input":
-            return input_gated(selection, tokens)
-        teacher = None if ctx.teacher is None else ctx.teacher.updates.get(site.layer)
+            return input_gated(selection, x.shape[1])
+        teacher = None if ctx.teacher is None else ctx.teacher.updates.get(layer)
         return output_gated(selection, x, self.config.guess, teacher)  # type: ignore[arg-type]
 
     # -- pairs ---------------------------------------------------------------------------------------
