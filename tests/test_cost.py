@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import BACKBONES
 
 import shiva
 from shiva.core.cost import count
 from shiva.measure.shapes import shape
+
+from tiny import BACKBONES
 
 DENSE = [("sd3-medium", 17.81, 11.80), ("flux-dev", 74.38, 44.63), ("pixart-sigma", 13.27, 8.96)]
 
