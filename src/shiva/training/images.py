@@ -90,12 +90,14 @@ def colour(value: float) -> tuple[int, int, int]:
     return (round(mixed[0]), round(mixed[1]), round(mixed[2]))
 
 
-def save_heat_map(ratios: Tensor, timesteps: tuple[float, ...], path: Path, cell: int = 14) -> None:
+def save_heat_map(ratios: Tensor, timesteps: tuple[float, ...], path: Path, cell: int = 14, rows: int = 50) -> None:
     """Keep ratios (steps, layers) as a PNG: layers to the right, time downwards from noise to image."""
     pil, draw_module = need("PIL.Image"), need("PIL.ImageDraw")
+    shown = torch.linspace(0, len(ratios) - 1, min(rows, len(ratios))).round().long()
+    ratios, timesteps = ratios[shown], tuple(timesteps[i] for i in shown.tolist())
     steps, layers = ratios.shape
     margin = 44
-    sheet = pil.new("RGB", (margin + layers * cell + 60, margin + steps * cell), "white")
+    sheet = pil.new("RGB", (max(margin + layers * cell + 60, 300), max(margin + steps * cell, 220)), "white")
     draw = draw_module.Draw(sheet)
     draw.text((4, 4), "keep by layer (right) and timestep (down)", fill="black")
     for y, row in enumerate(ratios.tolist()):

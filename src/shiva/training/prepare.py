@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shiva.core.options import unknown_key
 from shiva.training.cache import SHARD, LatentCache, made_by
 from shiva.training.data import Example, digest, read_examples
 from shiva.training.encode import Family, Text, family_of
@@ -31,6 +32,10 @@ def load_family(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> Fam
         raise FileNotFoundError(f"model.path={model.path!r} is not a folder; paths are relative to the current folder")
     index = DiffusionPipeline.load_config(model.path, revision=model.revision)
     absent = {name: None for name, value in index.items() if value == [None, None]}
+    for name in model.without:
+        if name not in index:
+            raise ValueError(f"model.without: {unknown_key(name, index, 'the pipeline')}")
+        absent[name] = None
     pipe = DiffusionPipeline.from_pretrained(model.path, revision=model.revision, dtype=dtype, **absent)
     pipe.to(device)
     for part in pipe.components.values():

@@ -24,6 +24,8 @@ class Model:
     """Folder or hub id of the pipeline."""
     revision: str | None = None
     """Branch or commit on the hub."""
+    without: tuple[str, ...] = ()
+    """Parts not to load, such as text_encoder_3 and tokenizer_3 for SD3 without T5."""
     text_length: int | None = None
     """The pipeline's `max_sequence_length`; None takes the pipeline's own default."""
     guidance: float = 3.5
@@ -262,22 +264,24 @@ class Recipe:
         return dataclasses.asdict(self)
 
 
-WEIGHTS = {"diffusion": 1.0, "distill": 1.0, "output": 1.0, "complete": 0.0, "budget": 1.0}
+WEIGHTS = {"diffusion": 1.0, "distill": 1.0, "output": 1.0, "complete": 0.0, "budget": 10.0}
 """Diffusion loss of the reduced model; its features' and its output's distance to dense; the diffusion loss of
-the model with nothing reduced (DyDiT); the budget. A method's other losses weigh 1."""
+the model with nothing reduced (DyDiT); the budget, whose controller holds the target the faster the more it weighs.
+A method's other losses weigh 1."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "shiva": {},
     "paper": {
         "method": {"name": "Shiva", "preset": "paper"},
         "stages": {
-            "warmup": {"trains": ["router"], "ratios": "stratified", "warmup": 200},
-            "policy": {"ratios": "policy", "logit_noise": 1.0, "warmup": 200},
+            "warmup": {"ratios": "stratified", "warmup": 200, "cooldown": 0.0},
+            "policy": {"ratios": "policy", "logit_noise": 1.0, "warmup": 200, "cooldown": 0.0},
             "joint": {
                 "trains": ["router", "policy", "adapter"],
                 "ratios": "policy",
                 "logit_noise": 0.0,
                 "warmup": 200,
+                "cooldown": 0.0,
             },
         },
         "temperatures": {"rank_start": 0.2, "select_start": 0.1},

@@ -30,9 +30,13 @@ class Stage:
     """Deviation of the noise on the router's scores."""
     warmup: int = 200
     """Steps over which learning rates rise linearly from zero."""
+    cooldown: float = 0.25
+    """Share of the steps, at the end, over which they fall linearly to zero: the budget settles instead of
+    swinging about its target. The paper names none."""
 
     def __post_init__(self) -> None:
         choice("ratios", self.ratios, RATIO_SOURCES)
+        share("cooldown", self.cooldown, zero=True)
         if self.steps < 0:
             raise ValueError(f"steps={self.steps} of stage {self.name!r} is negative; pass 0 to leave the stage out")
         if not self.trains:
@@ -40,7 +44,9 @@ class Stage:
 
     def rate_factor(self, step: int) -> float:
         """What learning rates are multiplied by at a step of this stage."""
-        return min(1.0, (step + 1) / self.warmup) if self.warmup > 0 else 1.0
+        rise = (step + 1) / self.warmup if self.warmup > 0 else 1.0
+        fall = (self.steps - step) / (self.cooldown * self.steps) if self.cooldown > 0 else 1.0
+        return min(1.0, rise, fall)
 
 
 STAGES = (
