@@ -41,9 +41,7 @@ DENSE = "dense"
 
 def demo(
     model: Annotated[Path, typer.Option(help="Folder of the embedded pipeline")] = Path("models/emoji"),
-    checkpoints: Annotated[Path, typer.Option(help="Folder of Shiva checkpoints for it")] = Path(
-        "models/shiva"
-    ),
+    checkpoints: Annotated[Path, typer.Option(help="Folder of Shiva checkpoints for it")] = Path("models/shiva"),
     output: Annotated[Path, typer.Option(help="Where images and page go")] = Path("outputs/demo"),
     steps: Annotated[int, typer.Option(help="Denoising steps")] = 20,
     guidance: Annotated[float, typer.Option(help="Guidance scale")] = 4.0,
