@@ -1,0 +1,86 @@
+"""`shiva generate`: images from any pipeline, dense or under any method."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from shiva.checkpoint import write_atomically
+from shiva.core.method import MethodConfig
+from shiva.core.options import unknown_key
+from shiva.measure.environment import environment
+from shiva.report.generate import Contender, load_pipeline
+from shiva.report.generate import generate as run
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help="Folder or hub id of a diffusers pipeline")],
+    prompts: Annotated[list[str], typer.Argument(help="One or more prompts")],
+    checkpoint: Annotated[str | None, typer.Option(help="Folder or hub id of a trained checkpoint")] = None,
+    method: Annotated[str | None, typer.Option(help="A method by its name, e.g. ToMeSD; see docs/methods.md")] = None,
+    preset: Annotated[str, typer.Option(help="The method's preset: official or paper")] = "official",
+    budget: Annotated[float | None, typer.Option(help="Mean share of tokens to keep, for a Shiva checkpoint")] = None,
+    steps: Annotated[int, typer.Option(help="Denoising steps")] = 28,
+    guidance: Annotated[float, typer.Option(help="Guidance scale")] = 4.5,
+    seed: Annotated[int, typer.Option(help="Seed of the first prompt's noise; the next prompts count on")] = 0,
+    output: Annotated[Path, typer.Option(help="Folder for images and run.json")] = Path("outputs/generate"),
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
+) -> None:
+    """Generate images, dense or with fewer tokens, and say what was spared."""
+    contender = choose(checkpoint, method, preset, budget)
+    console = Console()
+    pipe = load_pipeline(model).to(device)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("generating", total=steps)
+        outcome = run(
+            pipe,
+            prompts,
+            {"run": contender},
+            steps=steps,
+            guidance=guidance,
+            seed=seed,
+            progress=lambda name, step: progress.update(task, advance=1),
+        )["run"]
+    output.mkdir(parents=True, exist_ok=True)
+    files = [output / f"{i:03d}-{slug(prompt)}.png" for i, prompt in enumerate(prompts)]
+    for file, image in zip(files, outcome.images, strict=True):
+        image.save(file)
+        console.print(str(file))
+    if outcome.summary is not None:
+        console.print(str(outcome.summary))
+    settings: dict[str, Any] = {
+        "model": model,
+        "prompts": prompts,
+        "checkpoint": checkpoint,
+        "method": method,
+        "preset": preset,
+    }
+    settings |= {"budget": budget, "steps": steps, "guidance": guidance, "seed": seed}
+    report: dict[str, Any] = {"environment": environment(), "settings": settings, "seconds": outcome.median}
+    report["summary"] = None if outcome.summary is None else outcome.summary.to_dict()
+    write_atomically(output / "run.json", json.dumps(report, indent=2).encode() + b"\n")
+
+
+def choose(checkpoint: str | None, method: str | None, preset: str, budget: float | None) -> Contender:
+    """The contender that the options describe; the dense pipeline if they name none."""
+    if checkpoint is not None and method is not None:
+        raise ValueError(f"--checkpoint {checkpoint} and --method {method} exclude each other; pass one")
+    if checkpoint is not None:
+        return Contender(checkpoint, {} if budget is None else {"budget": budget})
+    if budget is not None:
+        raise ValueError(f"--budget {budget} needs a trained --checkpoint to shift")
+    if method is None:
+        return Contender(None)
+    if method not in MethodConfig.known:
+        raise ValueError(unknown_key(method, MethodConfig.known, "shiva"))
+    return Contender(MethodConfig.known[method].preset(preset))
+
+
+def slug(prompt: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "image"
