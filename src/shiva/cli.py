@@ -7,12 +7,14 @@ import typer
 from shiva.measure.command import bench
 from shiva.report.command import generate
 from shiva.report.demo import demo
+from shiva.report.validate import validate
 from shiva.training.command import train
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(demo)
 app.command()(generate)
 app.command()(train)
+app.command()(validate)
 app.add_typer(bench, name="bench")
 
 

@@ -1,0 +1,23 @@
+"""Every claim of the paper that can be checked here, one file per table or figure.
+
+    shiva validate                        # the quick ones, a verdict per claim
+    python -m experiments.joint_learning  # one of them, at full size
+
+A file has `run(seeds, quick) -> Result` and, where people would rather look, `draw(result, axes)`.
+"""
+
+SYNTHETIC = (
+    "joint_learning",
+    "single_path",
+    "accumulation",
+    "relaxation",
+    "jacobian",
+    "stratified",
+    "film",
+    "budget_control",
+    "estimators",
+)
+"""Need nothing but the library; quick in their `quick` form."""
+
+ON_THE_MODEL = ("trained_block",)
+"""Need the embedded model, and minutes to hours."""

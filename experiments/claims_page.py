@@ -1,0 +1,62 @@
+"""docs/paper-claims.md, from the results that are committed: no figure on it was typed by hand.
+
+shiva validate --write-docs
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from experiments import ON_THE_MODEL, SYNTHETIC
+from experiments.common import KEPT, ROOT
+from shiva.checkpoint import write_atomically
+
+PAGE = ROOT / "docs" / "paper-claims.md"
+HEAD = """# The paper's claims, measured here
+
+Written by `shiva validate --write-docs` from `results/validate/*.json`; `shiva validate --all` makes those, and
+`python -m experiments.NAME` one of them. What was assumed where the paper is silent stands at the head of each
+experiment. *Reproduced*: the figure is met. *In direction*: its sign or order is. *Not in the paper*: a measurement
+that the claim above it calls for.
+"""
+
+
+def load(folder: Path = KEPT) -> list[dict[str, Any]]:
+    """The kept results, in the order of `shiva validate`."""
+    paths = [folder / f"{name}.json" for name in (*SYNTHETIC, *ON_THE_MODEL)]
+    records = [json.loads(path.read_text()) for path in paths if path.exists()]
+    if not records:
+        raise FileNotFoundError(f"{folder} holds no results; run `shiva validate --all` first")
+    return records
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def page(records: list[dict[str, Any]]) -> str:
+    lines = [HEAD, "| Experiment | Claim | Paper | Here | Verdict |", "|---|---|---|---|---|"]
+    for record in records:
+        link = f"[`{record['name']}`](#{record['name']})"
+        lines += [
+            f"| {link} | {cell(c['claim'])} | {cell(c['paper'])} | {cell(c['ours'])} | {c['verdict']} |"
+            for c in record["claims"]
+        ]
+    for record in records:
+        name = record["name"]
+        lines += ["", f"## {name}", "", f"{record['title']}. [Code](../experiments/{name}.py), "]
+        lines[-1] += f"[JSON](../results/validate/{name}.json)."
+        lines += ["", *(f"- *{c['verdict']}*: {c['claim']}. {c['sentence']}" for c in record["claims"])]
+        if (KEPT / f"{name}.png").exists():
+            lines += ["", f"![{record['title']}](../results/validate/{name}.png)"]
+    environment = records[0]["environment"]
+    packages = ", ".join(f"{package} {version}" for package, version in environment["packages"].items())
+    lines += ["", f"Measured on {environment['cpu']}, Python {environment['python']}, {packages}.", ""]
+    return "\n".join(lines)
+
+
+def write() -> Path:
+    write_atomically(PAGE, page(load()).encode())
+    return PAGE.relative_to(ROOT)

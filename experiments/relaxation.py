@@ -1,0 +1,105 @@
+"""Figure synthetic_val (c): does the soft rank carry the inclusion contrast to the scores?
+
+    python -m experiments.relaxation
+
+Linear task: L = sum over selected 1'x - sum over rejected 1'x, where g-hat is the exact contrast and only the
+transport J' = (d pi / d s)' is tested. Residual task (Eq. residual_toy): both approximations together. Assumed:
+N = 100, D = 16, k = N / 2, normal scores and inputs; temperatures as training starts (tau_rank = .2, tau_sel = .1 N),
+and beside them others at N = 64. For the residual task the paper does not say what .724 is a cosine with; both
+readings are measured: with the exact contrast, and with g-hat itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.common import Claim, Result, cosine, generator, judge, main, progress, shown, spread
+from experiments.directions import coordinate_marginals, estimate
+from experiments.residual_task import normal_scores, residual_task
+from shiva.modules.topk import hard_topk, inclusion, input_gated, select_tokens
+
+WIDTH = 16
+
+
+def transported(scores: Tensor, g: Tensor, tau_rank: float = 0.2, tau_sel: float = 0.1) -> Tensor:
+    """J'g (B, N): what g (B, N) at the inclusions becomes at the scores, at k = N / 2."""
+    leaf = scores.detach().requires_grad_()
+    pi = inclusion(leaf, torch.tensor(scores.shape[-1] / 2), tau_rank, tau_sel)
+    return torch.autograd.grad(pi, leaf, g)[0]
+
+
+def linear_task(seed: int, trials: int, tokens: int, tau_rank: float, tau_sel: float) -> Tensor:
+    """cos(grad_s L, contrast) of each trial (B,)."""
+    source = generator(seed)
+    x = torch.randn(trials, tokens, WIDTH, generator=source)
+    scores = torch.randn(trials, tokens, generator=source).requires_grad_()
+    selection = select_tokens(scores, tokens // 2, torch.tensor(tokens / 2), tau_rank, tau_sel)
+    reduction = input_gated(selection, tokens)
+    sign = torch.full((trials, tokens), -1.0).scatter(1, selection.indices, 1.0)
+    y = reduction.restore(reduction.reduce(x), x)
+    (gradient,) = torch.autograd.grad((sign * y.sum(-1)).sum(), scores)
+    return cosine(gradient, x.sum(-1))
+
+
+def residual(seed: int) -> dict[str, float]:
+    """Cosines of J'g-hat on the residual task."""
+    task, scores = residual_task(seed), normal_scores(seed)
+    k = task.x.shape[1] // 2
+    exact = coordinate_marginals(task, scores, k)
+    found = {}
+    for name, estimator in (("input", "input"), ("output", "teacher")):
+        g = estimate(task, hard_topk(scores[None], k), estimator)[0]
+        carried = transported(scores[None], g[None])[0]
+        found[f"{name}, exact contrast"] = float(cosine(carried, exact))
+        found[f"{name}, exact contrast, centred"] = float(cosine(carried, exact, centred=True))
+        found[f"{name}, itself"] = float(cosine(carried, g))
+    return found
+
+
+def run(seeds: Sequence[int] = range(200), quick: bool = False) -> Result:
+    seeds = list(seeds)[:20] if quick else list(seeds)
+    trials = 200 if quick else 1000
+    paper_tau = spread(linear_task(seeds[0], trials, 100, 0.2, 0.1))
+    softer = spread(linear_task(seeds[0], trials, 64, 0.1, 0.2))
+    rows = [residual(seed) for seed in progress(seeds, "relaxation, residual task")]
+    cosines = {name: spread([row[name] for row in rows]) for name in rows[0]}
+    exact, itself = cosines["input, exact contrast"], cosines["input, itself"]
+    linear = Claim(
+        "on the linear task the soft rank carries the exact inclusion contrast to the scores",
+        "0.825 ± 0.043, all > 0",
+        f"{shown(paper_tau)} at τ_rank = .2, τ_sel = .1 N; {shown(softer)} at N = 64, .1, .2 N",
+        judge(abs(softer["mean"] - 0.825) < 0.02 and softer["min"] > 0, paper_tau["min"] > 0),
+        "Positive in every trial. The paper's own starting temperatures give less than its figure; sharper ranks with "
+        "a softer selection, on 64 tokens, give it.",
+    )
+    task = Claim(
+        "on the residual task the carried estimate agrees with the inclusion contrast",
+        "0.724 ± 0.118",
+        f"{shown(exact)} with the exact contrast; {shown(itself)} with ĝ itself",
+        judge(exact["mean"] > 0.6, exact["mean"] > 2 * exact["std"] / len(rows) ** 0.5 and exact["mean"] > 0.1),
+        "The paper's figure is the cosine of J'ĝ with ĝ, which says that the soft rank carries whatever it is given. "
+        "With the exact contrast the input estimator has no agreement here, because ĝ has none (`estimators`); the "
+        f"output estimator's, centred since what is carried sums to 0, is "
+        f"{shown(cosines['output, exact contrast, centred'])}.",
+    )
+    details: dict[str, Any] = {"trials": trials, "linear": paper_tau, "linear_softer": softer, "residual": cosines}
+    return Result("relaxation", "Soft-rank relaxation", (linear, task), details)
+
+
+def draw(result: Result, axes: Any) -> None:
+    rows = {"linear, paper's τ": result.details["linear"], "linear, N = 64": result.details["linear_softer"]}
+    rows |= {f"residual: {name}": row for name, row in result.details["residual"].items()}
+    axes.barh(list(rows), [r["mean"] for r in rows.values()], xerr=[r["std"] for r in rows.values()], capsize=2)
+    axes.axvline(0.825, color="k", linestyle="--", label="paper, linear")
+    axes.axvline(0.724, color="k", linestyle=":", label="paper, residual")
+    axes.set(xlabel="cosine with J'ĝ")
+    axes.invert_yaxis()
+    axes.legend(fontsize=7)
+
+
+if __name__ == "__main__":
+    main("relaxation")
