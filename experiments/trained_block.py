@@ -2,8 +2,8 @@
 
     python -m experiments.trained_block --model models/emoji
 
-The paper: layer 1 of SD3-Medium at denoising step 2, N = 4096, k = 1900, the stage-1 distillation objective, marginals on
-512 tokens, 50 draws that perturb scores and randomise budgets. Here: layer 1 of the embedded model at step 2 of 25,
+The paper: layer 1 of SD3-Medium at denoising step 2, N = 4096, k = 1900, the stage-1 distillation objective,
+marginals on 512 tokens, 50 draws that perturb scores and randomise budgets. Here: layer 1 of the embedded model at step 2 of 25,
 N = 256, marginals on all tokens, latents from its own sampler. Assumed: the objective is output MSE plus normalised
 feature distillation at every fourth layer, only that layer is pruned, the router is untrained (scores of unit
 deviation), score noise of deviation 1, ratios uniform in [.2, .9]; each draw is of another prompt. "Fixed-budget
@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor
-from torch.nn import functional as F
 
 import shiva
 from experiments.common import ROOT, Claim, Result, generator, judge, main, progress
 from experiments.directions import Gating
 from experiments.estimators import compare, estimator_table, pooled
 from experiments.estimators import draw as draw_estimators
+from shiva.backbones.base import backbone_of
 from shiva.core.context import StepContext
 from shiva.core.method import BackboneSpec, Method, MethodConfig, Place
 from shiva.core.reduction import Reduction
@@ -48,7 +48,7 @@ PROMPTS = (
 )
 STEPS, STEP = 25, 2
 NOISE, RATIOS = 1.0, (0.2, 0.9)
-CHUNK = 64
+CHUNK = 32
 
 
 class OneLayer(Method):
@@ -152,12 +152,10 @@ def run(
     seeds = list(seeds)[: draws or (3 if quick else None)]
     pipe = load(model)
     calls = captured_calls(pipe, PROMPTS[: len(seeds)], seed=0)
-    spec = shiva.backbone_of(pipe.transformer).spec(pipe.transformer)
-    trials = []
+    spec = backbone_of(pipe.transformer).spec(pipe.transformer)
     with shiva.attach(pipe.transformer, OneLayer(spec, layer), guidance="none") as session:
         tasks = [TrainedBlock(session, call, layer) for call in calls]
-        for seed in progress(seeds, "trained block"):
-            trials.append(one_draw(tasks[seed % len(tasks)], seed))
+        trials = [one_draw(tasks[seed % len(tasks)], seed) for seed in progress(seeds, "trained block")]
     rows = pooled(trials)
     Console().print(
         estimator_table(f"layer {layer} of {pipe.transformer.config.num_layers}, {len(seeds)} draws", rows)
