@@ -3,10 +3,10 @@
     python -m experiments.trained_block --model models/emoji
 
 The paper: layer 1 of SD3-Medium at denoising step 2, N = 4096, k = 1900, the stage-1 distillation objective,
-marginals on 512 tokens, 50 draws that perturb scores and randomise budgets. Here: layer 1 of the embedded model at step 2 of 25,
-N = 256, marginals on all tokens, latents from its own sampler. Assumed: the objective is output MSE plus normalised
-feature distillation at every fourth layer, only that layer is pruned, the router is untrained (scores of unit
-deviation), score noise of deviation 1, ratios uniform in [.2, .9]; each draw is of another prompt. "Fixed-budget
+marginals on 512 tokens, 50 draws that perturb scores and randomise budgets. Here: layer 1 of the embedded model, step
+2 of 25, N = 256, marginals on all tokens, latents from its own sampler. Assumed: the objective is output MSE plus
+normalised feature distillation at every fourth layer, only that layer is pruned, the router is untrained (scores of
+unit deviation), score noise of deviation 1, ratios uniform in [.2, .9]; draws take turns at ten prompts. "Fixed-budget
 marginal" is read as token i changing places with the token at the boundary, so that k tokens run in both; the
 coordinate marginal stands beside it. See estimators.py for the other rows.
 """
@@ -164,12 +164,7 @@ def run(
         "trained_block",
         "Estimators against exact marginals, trained block",
         claims(rows),
-        {
-            "draws": len(seeds),
-            "layer": layer,
-            "tokens": tasks[0].tokens,
-            "one block": rows,
-        },
+        {"draws": len(seeds), "layer": layer, "tokens": tasks[0].tokens, "one block": rows},
     )
 
 
