@@ -117,8 +117,11 @@ class Session:
         self._tracker = RunTracker(options.choice("guidance", guidance, GUIDANCE))
         self._names = parameter_names(transformer)
         self._example: Call | None = None
+        self._shapes: list[Any] = []
         self._probe: dict[str, Call] | None = None
         self._compiled: Callable[..., Any] | None = None
+        self.runner: Callable[[StepContext, Call], Any] | None = None
+        """Runs a step in the transformer's place, such as by replaying a recorded graph of it."""
         self._hooked: list[nn.Module] = []
         method.to(next(transformer.parameters()).device)
         self._attach()
@@ -193,13 +196,29 @@ class Session:
 
     def _step(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = bind(self._names, args, kwargs)
-        self._example = tree_map(to_meta, call)
+        self._remember_shapes(call)
         self.ctx = ctx = self._context(call)
-        self.method.begin_step(ctx)
-        output = (self._compiled or forward)(*args, **kwargs)
-        self.method.end_step(output[0], ctx)
+        if self.runner is not None:
+            output = self.runner(ctx, call)
+        else:
+            self._begin(ctx, call)
+            output = (self._compiled or forward)(*args, **kwargs)
+            self.method.end_step(output[0], ctx)
         self.stats.append(StepRecord(ctx.timestep, ctx.tokens, dict(ctx.kept)))
         return output
+
+    def _remember_shapes(self, call: Call) -> None:
+        """Keep a call's shapes, on the meta device, for pricing; steps of a run have the same."""
+        shapes = [(name, getattr(value, "shape", value is None)) for name, value in call.items()]
+        if shapes != self._shapes:
+            self._shapes, self._example = shapes, tree_map(to_meta, call)
+
+    def _begin(self, ctx: StepContext, call: Call) -> None:
+        """What a step computes before the transformer runs: it reads no value on the host."""
+        if self.method.needs_signals:
+            with ctx.phase("signals"):
+                ctx.time_embedding, ctx.prompt = self.backbone.signals(self.transformer, call)
+        self.method.begin_step(ctx)
 
     def _context(self, call: Call) -> StepContext:
         around = self.backbone.surroundings(self.transformer, call)
@@ -228,9 +247,6 @@ class Session:
         if run.branch and self.ctx is not None:
             ctx.memory = self.ctx.memory
         self._move_method(latents.device)
-        if self.method.needs_signals:
-            with ctx.phase("signals"):
-                ctx.time_embedding, ctx.prompt = self.backbone.signals(self.transformer, call)
         with ctx.phase("lookup"):
             ctx.counts = self.method.plan(ctx, timesteps)
         return ctx
@@ -243,17 +259,29 @@ class Session:
 
     # -- compiling -----------------------------------------------------------------------------------
 
+    def program(self, ctx: StepContext | None = None, **call: Any) -> StepProgram:
+        """The coming step as a module of its own, for `torch.export` or a CUDA graph; `call` as the transformer's.
+
+        Token counts are settled here, on the host. Inside, nothing depends on a value.
+        """
+        if ctx is None:
+            self._remember_shapes(call)
+            self.ctx = ctx = self._context(call)
+        return StepProgram(self, ctx)
+
+    def _original_forward(self) -> Callable[..., Any]:
+        hook = HookRegistry.check_if_exists_or_initialize(self.transformer).get_hook(HOOK)
+        if hook is None:
+            raise RuntimeError("the session is detached; attach again first")
+        return hook.fn_ref.original_forward
+
     def compile(self, *, fullgraph: bool = True, dynamic: bool = False, **options: Any) -> Session:
         """Compile the transformer with `torch.compile`, the session's bookkeeping outside the graph.
 
         Token counts are static, so there is one graph per distinct row of the schedule; round them with
         `bucket` if the rows are many. With `dynamic=True` one graph serves all counts.
         """
-        registry = HookRegistry.check_if_exists_or_initialize(self.transformer)
-        hook = registry.get_hook(HOOK)
-        if hook is None:
-            raise RuntimeError("the session is detached; attach again before compiling")
-        forward = hook.fn_ref.original_forward
+        forward = self._original_forward()
         compiled = torch.compile(forward, fullgraph=fullgraph, dynamic=dynamic, **options)
 
         @functools.wraps(forward)
@@ -316,6 +344,27 @@ class Session:
             seconds=self.phases(),
             cached_bytes=0 if self.ctx is None else tensor_bytes(self.ctx.run),
         )
+
+
+class StepProgram(nn.Module):
+    """One step with its token counts settled: signals, then the transformer with the method inside."""
+
+    def __init__(self, session: Session, ctx: StepContext):
+        super().__init__()
+        self.transformer, self.method = session.transformer, session.method
+        self._session, self.ctx = session, ctx
+        self._forward = session._original_forward()
+
+    def forward(self, **call: Any) -> Any:
+        session = self._session
+        before, session.ctx = session.ctx, self.ctx
+        try:
+            session._begin(self.ctx, call)
+            output = self._forward(**call)
+            self.method.end_step(output[0], self.ctx)
+        finally:
+            session.ctx = before
+        return output
 
 
 def tensor_bytes(values: dict[Any, Any]) -> int:

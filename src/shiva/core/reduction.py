@@ -32,7 +32,8 @@ class Reduction:
 
 def flat_rows(indices: Tensor, tokens: int) -> Tensor:
     """Indices (B, K) into each sample's N tokens as rows of the flattened (B * N, D) matrix."""
-    offsets = torch.arange(indices.shape[0], device=indices.device).mul_(tokens)
+    batch = indices.shape[0]
+    offsets = torch.arange(0, batch * tokens, tokens, device=indices.device)
     return (indices + offsets[:, None]).flatten()  # (B * K,)
 
 

@@ -134,7 +134,9 @@ class SelectMethod(Method):
         """Scores (B, N) of tokens x (B, N, D): higher is kept."""
         with ctx.phase("router"), full_precision(x.device, self.training):
             if self.training or self.config.score == "router":
-                return self.routers(x, ctx.time_embedding, ctx.prompt, layer)
+                # Gradient checkpointing runs a block twice; each pass then needs a context of its own.
+                known = None if self.training else ctx.memory.setdefault(("contexts", ctx.branch), {})
+                return self.routers(x, ctx.time_embedding, ctx.prompt, layer, known)
             return self._untrained_scores(x, layer, ctx)
 
     def _untrained_scores(self, x: Tensor, layer: int, ctx: StepContext) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -38,8 +40,8 @@ class ContextRouter(nn.Module):
         self.norm = nn.LayerNorm(bottleneck)
         self.score = nn.Linear(bottleneck, 1, bias=False)
 
-    def context(self, time: Tensor | None, prompt: Tensor | None, member: int) -> Tensor:
-        """h_ctx (B or 1, bottleneck) in float32."""
+    def contexts(self, time: Tensor | None, prompt: Tensor | None) -> Tensor:
+        """h_ctx (members or 1, B or 1, bottleneck) in float32, of all layers that share the router."""
         context = self.proj_x.bias.float()[None]
         if self.proj_t is not None:
             assert time is not None
@@ -48,12 +50,15 @@ class ContextRouter(nn.Module):
             assert prompt is not None
             context = context + self.proj_p(prompt.float())
         if self.layer is not None and self.proj_l is not None:
-            context = context + F.linear(self.layer.weight, self.proj_l.weight)[member]
-        return context
+            return context + F.linear(self.layer.weight, self.proj_l.weight)[:, None]
+        return context[None]
 
     def forward(self, x: Tensor, time: Tensor | None, prompt: Tensor | None, member: int) -> Tensor:
         """Scores (B, N) of tokens x (B, N, D); `member` is the layer's place among those sharing the router."""
-        context = self.context(time, prompt, member)
+        return self.scores(x, self.contexts(time, prompt), member)
+
+    def scores(self, x: Tensor, contexts: Tensor, member: int) -> Tensor:
+        context = contexts[member if len(contexts) > 1 else 0]
         hidden = F.linear(x, self.proj_x.weight.to(x.dtype)).float() + context[:, None]  # (B, N, bottleneck)
         return self.score(self.norm(F.silu(hidden))).squeeze(-1)
 
@@ -90,9 +95,22 @@ class RouterBank(nn.Module):
             for _ in range(groups)
         )
 
-    def forward(self, x: Tensor, time: Tensor | None, prompt: Tensor | None, layer: int) -> Tensor:
-        """Scores (B, N) of tokens x (B, N, D) at a layer."""
-        return self.routers[layer // self.size](x, time, prompt, layer % self.size)
+    def forward(
+        self,
+        x: Tensor,
+        time: Tensor | None,
+        prompt: Tensor | None,
+        layer: int,
+        known: dict[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Scores (B, N) of tokens x (B, N, D) at a layer; `known` keeps contexts for the layers after it."""
+        group, member = divmod(layer, self.size)
+        router: Any = self.routers[group]
+        if known is None:
+            return router(x, time, prompt, member)
+        if group not in known:
+            known[group] = router.contexts(time, prompt)
+        return router.scores(x, known[group], member)
 
 
 def perturb(scores: Tensor, sigma: float) -> Tensor:
