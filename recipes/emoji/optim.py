@@ -1,4 +1,4 @@
-"""Muon for the matrices of the blocks, AdamW for everything else, behind one small interface."""
+"""Muon for the matrices, AdamW for everything else, behind one small interface."""
 
 from __future__ import annotations
 
@@ -49,23 +49,27 @@ class Muon(torch.optim.Optimizer):
                     parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-size)
 
 
+def is_inner_matrix(name: str, parameter: Tensor) -> bool:
+    """Linear weights except the output's. The modulations count: they carry the caption, and what belongs to one
+    label only is a weak direction of their gradient, which Muon does not let the common ones drown."""
+    return parameter.ndim == 2 and not name.startswith(("norm_out", "proj_out"))
+
+
 class Optimizers:
-    """Both optimizers, one learning-rate factor, and a state made of tensors alone."""
+    """Both optimizers, one learning-rate factor, and a state of tensors keyed by parameter names."""
 
     def __init__(
         self, model: nn.Module, rate: float, muon_rate: float, weight_decay: float, momentum: float = 0.95
     ) -> None:
-        named = list(model.named_parameters())
-        is_matrix = {
-            name: p.ndim == 2 and name.startswith("transformer_blocks") and ".norm1" not in name for name, p in named
-        }
-        matrices = [p for name, p in named if is_matrix[name] and muon_rate > 0]
-        others = [p for name, p in named if not (is_matrix[name] and muon_rate > 0)]
+        named = dict(model.named_parameters())
+        matrices = [name for name, p in named.items() if muon_rate > 0 and is_inner_matrix(name, p)]
+        self.names = {"adamw": [name for name in named if name not in set(matrices)], "muon": matrices}
+        self.rates = {"adamw": rate, "muon": muon_rate}
+        others = [named[name] for name in self.names["adamw"]]
         adam = torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
         self.parts: dict[str, torch.optim.Optimizer] = {"adamw": adam}
         if matrices:
-            self.parts["muon"] = Muon(matrices, muon_rate, momentum, weight_decay)
-        self.rates = {"adamw": rate, "muon": muon_rate}
+            self.parts["muon"] = Muon([named[name] for name in matrices], muon_rate, momentum, weight_decay)
 
     def step(self, factor: float) -> None:
         for name, part in self.parts.items():
@@ -75,19 +79,21 @@ class Optimizers:
             part.zero_grad(set_to_none=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        flat = {}
-        for name, part in self.parts.items():
-            for index, entries in part.state_dict()["state"].items():
-                for key, value in entries.items():
-                    flat[f"{name}.{index}.{key}"] = torch.as_tensor(value).clone()
-        return flat
+        """Keys are "optimizer|parameter|entry"."""
+        return {
+            f"{part}|{self.names[part][index]}|{entry}": torch.as_tensor(value).clone()
+            for part, optimizer in self.parts.items()
+            for index, entries in optimizer.state_dict()["state"].items()
+            for entry, value in entries.items()
+        }
 
-    def load(self, flat: dict[str, Tensor]) -> None:
-        for name, part in self.parts.items():
-            state = part.state_dict()
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """A parameter that has no entry starts afresh, so that one may move to the other optimizer on resuming."""
+        for part, optimizer in self.parts.items():
+            state = optimizer.state_dict()
             state["state"] = defaultdict(dict)
-            for key, value in flat.items():
-                owner, index, entry = key.split(".")
-                if owner == name:
-                    state["state"][int(index)][entry] = value
-            part.load_state_dict(state)
+            for key, value in tensors.items():
+                owner, name, entry = key.split("|")
+                if owner == part and name in self.names[part]:
+                    state["state"][self.names[part].index(name)][entry] = value
+            optimizer.load_state_dict(state)

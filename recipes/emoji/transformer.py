@@ -196,8 +196,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--rate", type=float, default=1.5e-3, help="AdamW's learning rate")
-    parser.add_argument("--muon-rate", type=float, default=6e-3, help="Muon's learning rate; 0: AdamW alone")
+    parser.add_argument("--rate", type=float, default=1e-3, help="AdamW's learning rate")
+    parser.add_argument("--muon-rate", type=float, default=2e-3, help="Muon's learning rate; 0: AdamW alone")
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--ema", type=float, default=0.999)
     parser.add_argument("--dropout", type=float, default=0.1, help="share of captions replaced by the empty one")
@@ -283,7 +283,7 @@ def main() -> None:
             )
             print(f"probe {clock.curve[-1]}", flush=True)
             write_json(state / f"{options.name}-curve.json", {"options": vars(options), "curve": clock.curve})
-        if clock.seconds - drawn > options.grid_minutes * 60 or ending:
+        if clock.seconds - drawn > options.grid_minutes * 60 or (ending and options.finish):
             drawn = clock.seconds
             draw_grid(ema, prepared, state / f"{options.name}-grids" / f"step-{clock.step:06d}.png")
         if clock.seconds - saved > options.save_minutes * 60 or ending:
