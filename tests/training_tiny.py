@@ -24,7 +24,7 @@ def make_tokenizer(folder: Path) -> CLIPTokenizer:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vocab.json").write_text(json.dumps({word: index for index, word in enumerate(words)}))
     (folder / "merges.txt").write_text("#version: 0.2\n")
-    return CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=6)
+    return CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=16)
 
 
 def make_text_encoder(width: int) -> CLIPTextModelWithProjection:
@@ -35,7 +35,7 @@ def make_text_encoder(width: int) -> CLIPTextModelWithProjection:
         intermediate_size=16,
         num_hidden_layers=2,
         num_attention_heads=2,
-        max_position_embeddings=8,
+        max_position_embeddings=16,
         projection_dim=10,
         bos_token_id=0,
         eos_token_id=1,

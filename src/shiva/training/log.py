@@ -29,7 +29,6 @@ class Log:
         self.progress: Progress | None = None
         self._rate = 0.0
         self._spoke = 0.0
-        self._trackers = False
 
     def say(self, text: str) -> None:
         if self.main:
@@ -52,7 +51,6 @@ class Log:
                 path.write_text("".join(f"{line}\n" for line in lines))
         project = self.recipe.logging.wandb or "tensorboard"
         self.accelerator.init_trackers(project)
-        self._trackers = True
         columns = ("{task.description}", "loss {task.fields[loss]:.4f}", "keep {task.fields[keep]:.3f}")
         self.progress = Progress(
             *(TextColumn(column) for column in columns),
@@ -100,8 +98,7 @@ class Log:
     def close(self) -> None:
         if self.progress is not None:
             self.progress.stop()
-        if self._trackers:
-            self.accelerator.end_training()
+        self.accelerator.end_training()
 
     def _write(self, name: str, record: dict[str, Any]) -> None:
         self.output.mkdir(parents=True, exist_ok=True)

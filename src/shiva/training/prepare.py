@@ -53,11 +53,17 @@ class Prepared:
     held_out_indices: list[int]
 
 
-def prepare(recipe: Recipe, family: Family, output: Path, rank: int, world: int, report: Report) -> Prepared:
-    """Open the data; with a cache, this rank encodes its part of what is missing.
+@dataclass(frozen=True)
+class Ranks:
+    """Which part of the preparation is this process's, and how to wait for the others."""
 
-    The caller waits for all ranks before it reads.
-    """
+    rank: int = 0
+    world: int = 1
+    wait: Callable[[], object] = lambda: None
+
+
+def prepare(recipe: Recipe, family: Family, output: Path, ranks: Ranks, report: Report) -> Prepared:
+    """Open the data; with a cache, each rank encodes its part of what is missing, and waits for the rest."""
     data = recipe.data
     sizes = bucket_sizes(data.resolution, family.factor * family.patch, data.buckets)
     family.keep_empty()
@@ -73,7 +79,7 @@ def prepare(recipe: Recipe, family: Family, output: Path, rank: int, world: int,
         items = ImageItems(read_examples(data), family, sizes)
     else:
         folder = output / "latents" if data.cache == "auto" else Path(data.cache)
-        items = fill_cache(recipe, family, folder, sizes, rank, world, report)
+        items = fill_cache(recipe, family, folder, sizes, ranks, report)
     return split(recipe, items)
 
 
@@ -86,9 +92,9 @@ def split(recipe: Recipe, items: Items) -> Prepared:
 
 
 def fill_cache(
-    recipe: Recipe, family: Family, folder: Path, sizes: list[Size], rank: int, world: int, report: Report
+    recipe: Recipe, family: Family, folder: Path, sizes: list[Size], ranks: Ranks, report: Report
 ) -> LatentCache:
-    """A cache with all samples; the text encoders are dropped once they are not needed."""
+    """A cache with all samples."""
     examples = read_examples(recipe.data)
     cache = LatentCache.open(folder, origin_of(recipe, family, examples), len(examples))
     encode = (
@@ -98,9 +104,10 @@ def fill_cache(
     )
     missing = cache.missing()
     for done, shard in enumerate(missing):
-        if shard % world == rank:
+        if shard % ranks.world == ranks.rank:
             report("encoding the data", done, len(missing))
             cache.fill(shard, encode)
+    ranks.wait()
     report("encoding the data", len(missing), len(missing))
     return cache
 

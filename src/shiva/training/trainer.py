@@ -21,7 +21,7 @@ from shiva.training.interrupts import Interrupted, Interrupts
 from shiva.training.log import Log
 from shiva.training.objectives import MicroBatch, Objectives
 from shiva.training.parallel import choose_precision, make_accelerator, sum_gradients
-from shiva.training.prepare import load_family, prepare
+from shiva.training.prepare import Ranks, load_family, prepare
 from shiva.training.recipe import Recipe
 from shiva.training.sampling import generator_of, noise_process, seed_of, strata, stratified_ratios
 from shiva.training.stages import Moment, exploration, moment
@@ -79,20 +79,19 @@ class Trainer:
         try:
             with Interrupts() as interrupts:
                 self.train(interrupts)
+            if self.accelerator.is_main_process:
+                self.export()
+            self.accelerator.wait_for_everyone()
         finally:
             self.log.close()
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            self.export()
-        self.accelerator.wait_for_everyone()
         return self.final
 
     def prepare(self) -> None:
         """Load the pipeline, attach the method, open the data."""
         recipe = self.recipe
         self.family = load_family(recipe, self.device, DTYPES[self.accelerator.mixed_precision])
-        self.prepared = prepare(recipe, self.family, self.output, self.rank, self.world, self.log.preparing)
-        self.accelerator.wait_for_everyone()
+        ranks = Ranks(self.rank, self.world, self.accelerator.wait_for_everyone)
+        self.prepared = prepare(recipe, self.family, self.output, ranks, self.log.preparing)
         if recipe.data.kind == "latents" or recipe.data.cache is not None:
             self.family.drop_text_encoders()
         torch.manual_seed(seed_of(recipe.seed, "method"))

@@ -1,0 +1,209 @@
+"""Readers, buckets, caches and the order of samples; all data is made on the fly."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shiva.training.cache import LatentCache
+from shiva.training.data import read_examples, stream_examples
+from shiva.training.encode import SD3Family
+from shiva.training.feed import ImageItems, MapFeed, StreamFeed, load_ahead
+from shiva.training.images import bucket_sizes, nearest_size, to_tensor
+from shiva.training.prepare import Ranks, load_family, prepare
+from shiva.training.recipe import Data, recipe_from
+from training_tiny import CAPTIONS, make_folder, picture, save_folder, tiny_recipe
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("training"))
+
+
+@pytest.fixture
+def family(folder: Path) -> SD3Family:
+    loaded = load_family(recipe_from(tiny_recipe(folder)), torch.device("cpu"), torch.float32)
+    assert isinstance(loaded, SD3Family)
+    return loaded
+
+
+def png(seed: int) -> bytes:
+    buffer = io.BytesIO()
+    picture(seed).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def make_parquet(folder: Path) -> str:
+    import datasets
+
+    columns = {
+        "image": [{"bytes": png(i), "path": f"{i}.png"} for i in range(6)],
+        "label": list(CAPTIONS),
+        "part": ["train", "test"] * 3,
+    }
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.Value("string"), "part": datasets.Value("string")}
+    )
+    path = folder / "data.parquet"
+    datasets.Dataset.from_dict(columns, features=features).to_parquet(str(path))
+    return str(path)
+
+
+def make_webdataset(folder: Path) -> str:
+    for shard in range(2):
+        with tarfile.open(folder / f"{shard}.tar", "w") as archive:
+            for i in range(3):
+                for suffix, content in (("png", png(i)), ("txt", CAPTIONS[3 * shard + i].encode())):
+                    info = tarfile.TarInfo(f"{shard}{i}.{suffix}")
+                    info.size = len(content)
+                    archive.addfile(info, io.BytesIO(content))
+    return str(folder / "*.tar")
+
+
+def make_mjhq(folder: Path) -> str:
+    meta = {}
+    for i, caption in enumerate(CAPTIONS):
+        category = ("animals", "food")[i % 2]
+        (folder / "mjhq30k_imgs" / category).mkdir(parents=True, exist_ok=True)
+        picture(i).save(folder / "mjhq30k_imgs" / category / f"id{i}.jpg")
+        meta[f"id{i}"] = {"category": category, "prompt": caption}
+    (folder / "meta_data.json").write_text(json.dumps(meta))
+    return str(folder)
+
+
+SOURCES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "parquet": (make_parquet, {"caption": "label"}),
+    "imagefolder": (lambda folder: str(save_folder(folder / "images", 6)), {"caption": "text"}),
+    "webdataset": (make_webdataset, {}),
+    "mjhq": (make_mjhq, {}),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_layout_gives_its_captions_and_images(kind: str, tmp_path: Path) -> None:
+    make, options = SOURCES[kind]
+    examples = read_examples(Data(kind=kind, path=make(tmp_path), **options))
+    assert sorted(examples[i].caption for i in range(len(examples))) == sorted(CAPTIONS)
+    pixels = to_tensor(examples[0].image, (16, 16))
+    assert pixels.shape == (3, 16, 16)
+    assert -1 <= float(pixels.min()) < float(pixels.max()) <= 1
+
+
+@pytest.mark.parametrize("kind", ["parquet", "imagefolder", "webdataset"])
+def test_streams_give_the_same_rows_in_an_order_of_the_epoch(kind: str, tmp_path: Path) -> None:
+    make, options = SOURCES[kind]
+    data = Data(kind=kind, path=make(tmp_path), streaming=True, **options)
+    first, again, second = ([e.caption for e in stream_examples(data, 0, epoch)] for epoch in (0, 0, 1))
+    assert sorted(first) == sorted(CAPTIONS)
+    assert first == again
+    assert first != second
+
+
+def test_rows_are_filtered_and_mistakes_named(tmp_path: Path) -> None:
+    path = make_parquet(tmp_path)
+    assert len(read_examples(Data(path=path, caption="label", where={"part": "train"}))) == 3
+    assert len(read_examples(Data(path=path, caption="label", limit=2))) == 2
+    with pytest.raises(ValueError, match="no option 'labl'; did you mean 'label'"):
+        read_examples(Data(path=path, caption="labl"))
+    with pytest.raises(ValueError, match="has no rows"):
+        read_examples(Data(path=path, caption="label", where={"part": "none"}))
+    with pytest.raises(FileNotFoundError, match="matches no file"):
+        read_examples(Data(path=str(tmp_path / "absent.parquet")))
+    make_mjhq(tmp_path / "mjhq")
+    next((tmp_path / "mjhq").rglob("id1.jpg")).unlink()
+    with pytest.raises(FileNotFoundError, match=r"1 of 6 images are missing, first food/id1.jpg"):
+        read_examples(Data(kind="mjhq", path=str(tmp_path / "mjhq")))
+
+
+def test_prompt_files(tmp_path: Path) -> None:
+    contents = {"a.txt": "one\n\ntwo\n", "a.json": '["one", "two"]', "a.jsonl": '{"prompt": "one"}\n{"prompt": "two"}'}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+        assert [e.caption for e in read_examples(Data(kind="prompts", path=str(tmp_path / name)))] == ["one", "two"]
+
+
+def test_buckets_have_about_one_area_and_keep_the_aspect() -> None:
+    sizes = bucket_sizes(1024, 16, buckets=True)
+    assert (1024, 1024) in sizes
+    assert all(0.9 < h * w / 1024**2 < 1.1 and h % 16 == w % 16 == 0 for h, w in sizes)
+    height, width = nearest_size(600, 900, sizes)
+    assert height / width == pytest.approx(2 / 3, rel=0.03)
+    assert bucket_sizes(1024, 16, buckets=False) == [(1024, 1024)]
+
+
+def test_micro_batches_share_a_shape_and_every_sample_comes_once_an_epoch(family: SD3Family) -> None:
+    from shiva.training.data import Example
+
+    pictures = [Example(str(i), picture(i, *((32, 32) if i % 3 else (48, 24)))) for i in range(10)]
+    items = ImageItems(pictures, family, bucket_sizes(32, 4, buckets=True))
+    feed = MapFeed(items, range(10), 2, seed=0)
+    epoch = feed.step(0, 5)
+    assert len({items.grid(i) for ref in epoch for i in ref.members}) == 2
+    assert all(len({items.grid(i) for i in ref.members}) == 1 for ref in epoch)
+    assert sorted(i for ref in epoch for i in ref.members) == list(range(10))
+    assert feed.step(1, 5) != epoch
+    assert feed.step(0, 5) == epoch
+    assert feed.read(epoch[0])[0].shape[0] == 2
+
+
+def test_ranks_read_parts_of_the_same_global_batch(family: SD3Family, folder: Path) -> None:
+    items = ImageItems(read_examples(recipe_from(tiny_recipe(folder)).data), family, [(32, 32)])
+    whole = [loaded.refs for loaded in load_ahead(MapFeed(items, range(12), 1, 0), 0, 5, 4, range(4))]
+    for rank in range(2):
+        feed = MapFeed(items, range(12), 1, 0)
+        for step, loaded in enumerate(load_ahead(feed, 2, 5, 4, range(rank, 4, 2))):
+            assert loaded.refs == whole[step + 2]
+            assert list(loaded.mine) == list(range(rank, 4, 2))
+
+
+def test_a_stream_resumes_where_it_was(family: SD3Family, folder: Path) -> None:
+    data = Data(kind="imagefolder", path=str(folder / "images"), caption="text", streaming=True)
+
+    def captions(start: int) -> list[list[str]]:
+        feed = StreamFeed(data, family, [(32, 32)], 2, seed=0, held_out=1)
+        return [[e.caption for ref in feed.step(step, 2) for e in ref.members] for step in range(start, 5)]
+
+    assert captions(0)[3:] == captions(3)
+
+
+def test_a_cache_remembers_its_makers(family: SD3Family, folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_from(tiny_recipe(folder, data={"cache": str(tmp_path / "cache")}))
+    prepared = prepare(recipe, family, tmp_path, Ranks(), lambda *_: None)
+    items = prepared.held_out
+    latents, text = items.encode(items.read([0, 3]))
+    examples = read_examples(recipe.data)
+    fresh = ImageItems(examples, family, [(32, 32)])
+    expected = [fresh.encode(fresh.read([i])) for i in (0, 3)]
+    assert torch.equal(latents, torch.cat([x for x, _ in expected]))
+    assert torch.equal(text["hidden"], torch.cat([t["hidden"] for _, t in expected]))
+    assert items.caption(3) == examples[3].caption
+    with torch.no_grad():
+        next(family.pipe.vae.parameters()).add_(1.0)
+    with pytest.raises(ValueError, match=r"made with another vae .* data.cache"):
+        prepare(recipe, family, tmp_path, Ranks(), lambda *_: None)
+    with pytest.raises(FileNotFoundError, match="must be a folder of latents"):
+        LatentCache.open(tmp_path / "absent", {})
+
+
+def test_latents_made_beforehand_are_read_without_images(family: SD3Family, folder: Path, tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    prepare(recipe_from(tiny_recipe(folder, data={"cache": cache})), family, tmp_path, Ranks(), lambda *_: None)
+    recipe = recipe_from({**tiny_recipe(folder), "data": {"kind": "latents", "path": cache}})
+    assert len(prepare(recipe, family, tmp_path, Ranks(), lambda *_: None).held_out) == 12
+
+
+def test_prompts_alone_are_drawn_by_the_pipeline(family: SD3Family, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a red ball\na cat\na dog\nrain\n")
+    data = {"kind": "prompts", "path": str(tmp_path / "prompts.txt"), "resolution": 32, "generate": {"steps": 2}}
+    recipe = recipe_from({**tiny_recipe(folder), "data": data})
+    items = prepare(recipe, family, tmp_path, Ranks(), lambda *_: None).held_out
+    latents, _ = items.encode(items.read([0, 1, 2, 3]))
+    assert latents.shape == (4, 4, 16, 16)
+    assert latents.isfinite().all()
+    assert (tmp_path / "latents" / "manifest.json").exists()

@@ -1,0 +1,283 @@
+"""The loop: what each stage changes, what a kill leaves, and ranks that agree with one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+
+import shiva
+from shiva.training.diagnose import NonFiniteError
+from shiva.training.feed import load_ahead
+from shiva.training.recipe import recipe_from
+from shiva.training.stages import moment
+from shiva.training.state import checkpoints, load_state
+from shiva.training.trainer import Trainer
+from training_rank import train_noting
+from training_tiny import make_folder, tiny_recipe
+
+SOURCE = Path(shiva.__file__).parent.parent
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = make_folder(tmp_path_factory.mktemp("training"))
+    (made / "recipe.yaml").write_text(yaml.safe_dump(tiny_recipe(made)))
+    return made
+
+
+def trainer_of(folder: Path, output: Path, **changes: Any) -> Trainer:
+    trainer = Trainer(recipe_from(tiny_recipe(folder, **changes)), output)
+    trainer.prepare()
+    return trainer
+
+
+def run_steps(trainer: Trainer, count: int) -> list[dict[str, float]]:
+    """Steps without files."""
+    numbers = []
+    stages, micro = trainer.recipe.stages, trainer.micro_batches
+    for loaded in load_ahead(trainer.prepared.feed, trainer.step, trainer.step + count, micro, range(micro)):
+        now = moment(stages, trainer.step)
+        assert now is not None
+        if now.step == 0:
+            trainer.enter(now)
+        numbers.append(trainer.train_step(now, loaded))
+        trainer.step += 1
+    return numbers
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    """Every tensor that could change."""
+    method = {f"method.{n}": p for n, p in trainer.method.named_parameters()}
+    base = {f"base.{n.replace('.base_layer', '')}": p for n, p in trainer.session.transformer.named_parameters()}
+    return {name: tensor.detach().clone() for name, tensor in {**method, **base}.items()}
+
+
+def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
+    """Groups of the tensors that moved."""
+
+    def group(name: str) -> str:
+        if ".shiva." in name:
+            return "adapter"
+        return {"method.routers": "router", "method.policy": "policy"}.get(".".join(name.split(".")[:2]), "base")
+
+    return {group(name) for name in before if not torch.equal(before[name], after[name])}
+
+
+def test_each_stage_changes_its_groups_and_nothing_else(folder: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(folder, tmp_path)
+    start = weights(trainer)
+    run_steps(trainer, 3)
+    warm = weights(trainer)
+    assert changed(start, warm) == {"router"}
+    run_steps(trainer, 3)
+    learned = weights(trainer)
+    assert changed(warm, learned) == {"policy"}
+    run_steps(trainer, 1)
+    first = weights(trainer)
+    run_steps(trainer, 1)
+    assert changed(first, weights(trainer)) == {"router", "policy", "adapter"}
+
+
+def test_gradients_reach_routers_through_the_teachers_updates(folder: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(folder, tmp_path)
+    run_steps(trainer, 1)
+    tensors = trainer.optimizer.state_dict()["state"].values()
+    moved = [float(entry["exp_avg_sq"].sum()) > 0 for entry in tensors]
+    assert trainer.method.needs_updates
+    assert sum(moved) > len(moved) // 2
+
+
+def test_the_teacher_is_the_same_weights_with_nothing_attached(folder: Path, tmp_path: Path) -> None:
+    """Also in joint tuning, when an adapter has moved; and there is no second copy."""
+    trainer = trainer_of(folder, tmp_path, stages={"warmup": {"steps": 0}, "policy": {"steps": 0}})
+    batch = trainer.validator.batches()[0]
+    dense = trainer.objectives.teach(batch)
+    count = sum(p.numel() for p in trainer.session.transformer.parameters())
+    run_steps(trainer, 2)
+    trained = [p.requires_grad for p in trainer.session.transformer.parameters()]
+    again = trainer.objectives.teach(batch)
+    assert [p.requires_grad for p in trainer.session.transformer.parameters()] == trained
+    assert torch.equal(again.prediction, dense.prediction)
+    assert sorted(again.tape.updates) == [1, 2, 3]
+    assert sorted(again.tape.outputs) == [3]
+    adapter = sum(p.numel() for p in trainer.groups["adapter"])
+    assert sum(p.numel() for p in trainer.session.transformer.parameters()) == count + adapter
+
+
+def test_the_papers_estimator_records_no_updates(folder: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(folder, tmp_path, method={"preset": "paper"})
+    assert not trainer.objectives.teach(trainer.validator.batches()[0]).tape.updates
+
+
+def test_gradient_checkpointing_and_the_complete_loss(folder: Path, tmp_path: Path) -> None:
+    """Recomputing blocks changes no gradient; the complete model's loss is computed inside its own context."""
+    results = []
+    for checkpointing in (False, True):
+        changes = {"compute": {"gradient_checkpointing": checkpointing}, "weights": {"complete": 0.5}}
+        stages = {"warmup": {"steps": 0}, "policy": {"steps": 0}}
+        trainer = trainer_of(folder, tmp_path / str(checkpointing), stages=stages, **changes)
+        results.append((run_steps(trainer, 2), weights(trainer)))
+    (plain, end), (recomputed, end_recomputed) = results
+    assert plain[1]["complete"] > 0
+    assert plain[1]["loss"] == pytest.approx(recomputed[1]["loss"], rel=1e-5)
+    for name, tensor in end.items():
+        torch.testing.assert_close(end_recomputed[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("where", ["adapter", "dense"])
+def test_a_loss_that_is_not_finite_names_step_layer_and_checkpoint(folder: Path, tmp_path: Path, where: str) -> None:
+    trainer = trainer_of(folder, tmp_path, stages={"warmup": {"steps": 0}, "policy": {"steps": 0}})
+    run_steps(trainer, 2)
+    trainer.newest = tmp_path / "states" / "step-00000002"
+    linear: Any = trainer.session.transformer.transformer_blocks[2].ff.net[2]
+    broken = linear.lora_B["shiva"].weight if where == "adapter" else linear.base_layer.weight
+    with torch.no_grad():
+        broken.fill_(float("nan"))
+    before = weights(trainer)
+    also = " already in the dense model" if where == "dense" else ""
+    with pytest.raises(NonFiniteError, match=rf"step 2: the output of block 2 is not finite{also}; .*step-00000002"):
+        run_steps(trainer, 1)
+    after = weights(trainer)
+    assert all(torch.equal(before[name].nan_to_num(), after[name].nan_to_num()) for name in before)
+
+
+def test_an_unknown_group_or_weight_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="did you mean 'router'"):
+        trainer_of(folder, tmp_path, stages={"warmup": {"trains": ["ruter"]}})
+    with pytest.raises(ValueError, match="did you mean 'budget'|no option 'budgt'"):
+        run_steps(trainer_of(folder, tmp_path, weights={"budgt": 2.0}), 1)
+
+
+# -- whole runs --------------------------------------------------------------------------------------
+
+
+def command(folder: Path, output: Path, *extra: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, "-m", "shiva", "train", str(folder / "recipe.yaml"), "--output", str(output), *extra]
+    return subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_step(process: subprocess.Popen[str], output: Path, step: int) -> None:
+    """Until the run has logged so many steps."""
+    deadline = time.monotonic() + 200
+    path = output / "metrics.jsonl"
+    while time.monotonic() < deadline and process.poll() is None:
+        if path.exists() and len(path.read_text().splitlines()) >= step:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"no step {step}: {process.communicate()[1]}")
+
+
+def final_weights(output: Path) -> dict[str, Tensor]:
+    adapter = load_file(output / "checkpoint" / "adapter" / "adapter_model.safetensors")
+    return {**load_file(output / "checkpoint" / "shiva.safetensors"), **adapter}
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path) -> Path:
+    """An uninterrupted run of the command."""
+    process = command(folder, folder / "whole")
+    errors = process.communicate(timeout=280)[1]
+    assert process.returncode == 0, errors
+    return folder / "whole"
+
+
+@pytest.mark.slow
+def test_the_command_makes_a_checkpoint_that_attaches_and_generates(folder: Path, finished: Path) -> None:
+    from diffusers import StableDiffusion3Pipeline
+
+    metrics = json.loads((finished / "metrics.json").read_text())
+    assert [m["step"] for m in metrics["metrics"]] == list(range(1, 10))
+    assert {"mse/keep_0.5", "cosine/schedule"} <= metrics["validation"][-1].keys()
+    assert metrics["schedule"]["budget"] == 0.5
+    assert len(list((finished / "pictures").glob("*.png"))) == 6
+    assert list((finished / "tensorboard").rglob("events*"))
+    assert len(checkpoints(finished / "states")) == 2
+    pipe = StableDiffusion3Pipeline.from_pretrained(folder / "pipeline", text_encoder_3=None, tokenizer_3=None)
+    with shiva.attach(pipe, finished / "checkpoint") as session:
+        image = pipe("a cat", height=32, width=32, num_inference_steps=2, max_sequence_length=0).images[0]
+        assert session.summary().keep == pytest.approx(0.5, abs=0.02)
+    assert image.size == (32, 32)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_ends_with_the_same_weights(folder: Path, finished: Path) -> None:
+    output = folder / "killed"
+    for step in (3, 5):
+        process = command(folder, output)
+        wait_for_step(process, output, step)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert not (output / "checkpoint").exists()
+    Trainer(recipe_from(tiny_recipe(folder)), output).run()
+    expected, ended = final_weights(finished), final_weights(output)
+    assert expected.keys() == ended.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(ended[name], tensor), name
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 10))
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_says_how_to_continue(folder: Path, tmp_path: Path) -> None:
+    process = command(folder, tmp_path, "--set", "stages.joint.steps=500", "--set", "checkpoints.every=1000")
+    wait_for_step(process, tmp_path, 8)
+    process.terminate()
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode == 143
+    assert "stopped by SIGTERM after step" in errors
+    assert "the same command continues it" in errors
+    state = load_state(checkpoints(tmp_path / "states")[-1])
+    assert state.step >= 8
+    assert state.stage == "joint"
+    with pytest.raises(ValueError, match=r"stages.2.steps=500, the recipe now has 3.*--fresh"):
+        Trainer(recipe_from(tiny_recipe(folder)), tmp_path).run()
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_with_one_process(folder: Path, tmp_path: Path) -> None:
+    """The same global batch: equal timesteps and budget, losses and weights equal up to float error."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {**os.environ, "PYTHONPATH": f"{SOURCE}:{HERE}", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    common |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
+    arguments = [sys.executable, str(HERE / "training_rank.py"), str(folder / "recipe.yaml"), str(tmp_path / "two")]
+    ranks = [
+        subprocess.Popen(arguments, env={**common, "RANK": r, "LOCAL_RANK": r}, stderr=subprocess.PIPE, text=True)
+        for r in ("0", "1")
+    ]
+    train_noting(folder / "recipe.yaml", tmp_path / "one")
+    for rank in ranks:
+        errors = rank.communicate(timeout=280)[1]
+        assert rank.returncode == 0, errors
+
+    alone = json.loads((tmp_path / "one" / "seen-0.json").read_text())
+    shared = [json.loads((tmp_path / "two" / f"seen-{rank}.json").read_text()) for rank in range(2)]
+    assert all(len(part) == len(alone) // 2 for part in shared)
+    assert sorted(shared[0] + shared[1]) == sorted(alone)
+    one, two = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    for a, b in zip(one, two, strict=True):
+        assert b["budget_ema"] == pytest.approx(a["budget_ema"], rel=1e-6)
+        for name in ("loss", "diffusion", "distill", "keep", "gradient"):
+            assert b[name] == pytest.approx(a[name], rel=1e-4), (a["step"], name)
+    expected, ended = final_weights(tmp_path / "one"), final_weights(tmp_path / "two")
+    for name, tensor in expected.items():
+        torch.testing.assert_close(ended[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
