@@ -50,7 +50,7 @@ def learn(seed: int, tau_sel: float = 0.1) -> dict[str, list[float]]:
     budgeting = torch.optim.SGD([budget], lr=2.0)
     course: dict[str, list[float]] = {"k": [], "recall": [], "precision": []}
     for step in range(WARMUP + ADAPTATION):
-        k = int(budget)
+        k = int(budget.detach())
         selection = select_tokens(router(x, None, None, 0), k, budget, tau_rank=0.2, tau_sel=tau_sel)
         loss = task_loss(x, selection) + PENALTY * budget
         ranking.zero_grad()
@@ -62,7 +62,7 @@ def learn(seed: int, tau_sel: float = 0.1) -> dict[str, list[float]]:
         with torch.no_grad():
             budget.clamp_(1.0, TOKENS)
         kept = int((selection.indices < SIGNAL).sum())
-        for name, value in (("k", float(budget)), ("recall", kept / SIGNAL), ("precision", kept / k)):
+        for name, value in (("k", float(budget.detach())), ("recall", kept / SIGNAL), ("precision", kept / k)):
             course[name].append(value)
     return course
 
