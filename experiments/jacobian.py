@@ -63,8 +63,8 @@ def run(seeds: Sequence[int] = range(10), quick: bool = False) -> Result:
             f"Holds for all {len(BACKENDS)} ways of computing the soft rank.",
         ),
         Claim(
-            "the gradient of the scores sums to 0 (follows from the derivation; the paper does not say it)",
-            "Σ ∇_s = 0",
+            "whatever the loss, the gradient of the scores sums to 0",
+            "Σ ∇_s = 0, implied by the Jacobian",
             f"|Σ ∇_s| / Σ |∇_s| ≤ {total:.0e}",
             judge(total < 1e-10, total < 1e-5),
             "Scores only trade places; how many tokens run is the budget's gradient alone.",

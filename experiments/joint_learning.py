@@ -106,7 +106,7 @@ def draw(result: Result, axes: Any) -> None:
     share = axes.twinx()
     share.plot(steps, course["recall"], color="#E69F00", label="signal kept")
     share.set(ylabel="share of signal kept", ylim=(0, 1.1))
-    axes.legend(handles=[*axes.lines[:2], *share.lines], loc="upper right")
+    axes.legend(handles=[*axes.lines[:2], *share.lines], loc="center right")
 
 
 if __name__ == "__main__":

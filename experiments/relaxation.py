@@ -72,9 +72,9 @@ def run(seeds: Sequence[int] = range(200), quick: bool = False) -> Result:
         "on the linear task the soft rank carries the exact inclusion contrast to the scores",
         "0.825 ± 0.043, all > 0",
         f"{shown(paper_tau)} at τ_rank = .2, τ_sel = .1 N; {shown(softer)} at N = 64, .1, .2 N",
-        judge(abs(softer["mean"] - 0.825) < 0.02 and softer["min"] > 0, paper_tau["min"] > 0),
-        "Positive in every trial. The paper's own starting temperatures give less than its figure; sharper ranks with "
-        "a softer selection, on 64 tokens, give it.",
+        judge(abs(paper_tau["mean"] - 0.825) < 0.043 and paper_tau["min"] > 0, paper_tau["min"] > 0),
+        "Positive in every trial. The temperatures at which training starts give less than the paper's figure; sharper "
+        "ranks with a softer selection, on 64 tokens, give it, but nothing says that these are the paper's.",
     )
     task = Claim(
         "on the residual task the carried estimate agrees with the inclusion contrast",
@@ -98,7 +98,8 @@ def draw(result: Result, axes: Any) -> None:
     axes.axvline(0.724, color="k", linestyle=":", label="paper, residual")
     axes.set(xlabel="cosine with J'ĝ")
     axes.invert_yaxis()
-    axes.legend(fontsize=7)
+    axes.tick_params(axis="y", labelsize=7)
+    axes.legend(fontsize=7, loc="lower right")
 
 
 if __name__ == "__main__":
