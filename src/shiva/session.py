@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from shiva.backbones.base import Backbone, Call, Site, backbone_of, bind, parameter_names
 from shiva.checkpoint import ShivaCheckpoint, remove_adapter
@@ -22,19 +21,12 @@ from shiva.core.context import Clock, StepContext, Tape
 from shiva.core.cost import ZERO, CostModel, Flops, SiteCost, count
 from shiva.core.method import Method, MethodConfig
 from shiva.core.reduction import Reduction, Streams
+from shiva.door import HOOK, refuse_conflicts, transformer_of
+from shiva.pricing import meta_call, site_cost, tensor_bytes, to_meta
 from shiva.runs import RunTracker, read_timestep
 from shiva.summary import StepRecord, Summary
 
-HOOK = "shiva"
 GUIDANCE = ("auto", "batched", "sequential", "none")
-
-REFUSED_HOOKS = {
-    "pyramid_attention_broadcast": "Pyramid Attention Broadcast",
-    "faster_cache_denoiser": "FasterCache",
-    "faster_cache_block": "FasterCache",
-    "taylorseer_cache": "TaylorSeer",
-}
-REFUSED_PIPELINES = ("FluxKontextPipeline", "FluxKontextInpaintPipeline")
 
 
 class RootHook(ModelHook):
@@ -353,11 +345,12 @@ class StepProgram(nn.Module):
         super().__init__()
         self.transformer, self.method = session.transformer, session.method
         self._session, self.ctx = session, ctx
-        self._forward = session._original_forward()
+        self._forward, self._known = session._original_forward(), dict(ctx.memory)
 
     def forward(self, **call: Any) -> Any:
         session = self._session
         before, session.ctx = session.ctx, self.ctx
+        self.ctx.memory = dict(self._known)  # every run chooses its tokens itself
         try:
             session._begin(self.ctx, call)
             output = self._forward(**call)
@@ -365,60 +358,6 @@ class StepProgram(nn.Module):
         finally:
             session.ctx = before
         return output
-
-
-def tensor_bytes(values: dict[Any, Any]) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-
-
-def to_meta(value: Any) -> Any:
-    return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
-
-
-def meta_call(module: nn.Module, **call: Any) -> Any:
-    """Call a module with its weights and arguments on the meta device: shapes only, nothing computed."""
-    weights = {name: to_meta(p) for name, p in [*module.named_parameters(), *module.named_buffers()]}
-    with torch.device("meta"):
-        return functional_call(module, weights, kwargs=call)
-
-
-def site_cost(site: Site, call: Call, shapes: StepContext) -> SiteCost:
-    """The FLOPs of a site as a function of its image tokens, from three lengths on the meta device."""
-    batch, _, width = site.image_of(call, shapes).shape
-
-    def flops_at(tokens: int) -> Flops:
-        image = torch.empty(batch, tokens, width, device="meta", dtype=call[site.image].dtype)
-        positions = torch.empty(batch, tokens, device="meta", dtype=torch.long)
-        same = Reduction(reduce=lambda x: x, restore=lambda x, base: x, positions=positions)
-        return count(lambda: site.run(functools.partial(meta_call, site.module), call, image, same, shapes))
-
-    return SiteCost.fit(flops_at)
-
-
-def transformer_of(target: Any) -> nn.Module:
-    """The transformer of a pipeline, or the module itself, without a torch.compile wrapper."""
-    transformer = target if isinstance(target, nn.Module) else getattr(target, "transformer", None)
-    if transformer is None:
-        raise TypeError(f"{type(target).__name__} has no transformer; pass a DiT pipeline or its transformer")
-    return getattr(transformer, "_orig_mod", transformer)
-
-
-def refuse_conflicts(target: Any, transformer: nn.Module) -> None:
-    if type(target).__name__ in REFUSED_PIPELINES:
-        raise TypeError(
-            f"{type(target).__name__} mixes reference-image tokens with the image's own; pruning would drop "
-            "parts of the reference; use FluxPipeline"
-        )
-    for name, module in transformer.named_modules():
-        registry = getattr(module, "_diffusers_hook", None)
-        for hook in getattr(registry, "hooks", {}):
-            if hook == HOOK:
-                raise RuntimeError("a Shiva session is already attached here; call its detach() first")
-            if hook in REFUSED_HOOKS:
-                raise RuntimeError(
-                    f"{REFUSED_HOOKS[hook]} caches attention outputs at {name or 'the transformer'}, which go "
-                    "wrong when the kept tokens change; call transformer.disable_cache() first"
-                )
 
 
 def attach(

@@ -1,0 +1,44 @@
+"""Checks at the door: what a session may be attached to, and what it refuses by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+HOOK = "shiva"
+"""The name of our hooks in diffusers' registries."""
+
+REFUSED_HOOKS = {
+    "pyramid_attention_broadcast": "Pyramid Attention Broadcast",
+    "faster_cache_denoiser": "FasterCache",
+    "faster_cache_block": "FasterCache",
+    "taylorseer_cache": "TaylorSeer",
+}
+REFUSED_PIPELINES = ("FluxKontextPipeline", "FluxKontextInpaintPipeline")
+
+
+def transformer_of(target: Any) -> nn.Module:
+    """The transformer of a pipeline, or the module itself, without a torch.compile wrapper."""
+    transformer = target if isinstance(target, nn.Module) else getattr(target, "transformer", None)
+    if transformer is None:
+        raise TypeError(f"{type(target).__name__} has no transformer; pass a DiT pipeline or its transformer")
+    return getattr(transformer, "_orig_mod", transformer)
+
+
+def refuse_conflicts(target: Any, transformer: nn.Module) -> None:
+    if type(target).__name__ in REFUSED_PIPELINES:
+        raise TypeError(
+            f"{type(target).__name__} mixes reference-image tokens with the image's own; pruning would drop "
+            "parts of the reference; use FluxPipeline"
+        )
+    for name, module in transformer.named_modules():
+        registry = getattr(module, "_diffusers_hook", None)
+        for hook in getattr(registry, "hooks", {}):
+            if hook == HOOK:
+                raise RuntimeError("a Shiva session is already attached here; call its detach() first")
+            if hook in REFUSED_HOOKS:
+                raise RuntimeError(
+                    f"{REFUSED_HOOKS[hook]} caches attention outputs at {name or 'the transformer'}, which go "
+                    "wrong when the kept tokens change; call transformer.disable_cache() first"
+                )
