@@ -32,8 +32,8 @@ def make_silent_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def load_without_t5(folder: Path, dtype: torch.dtype = torch.float32) -> StableDiffusion3Pipeline:
+def load_without_t5(folder: Path) -> StableDiffusion3Pipeline:
     """The pipeline that takes `max_sequence_length=0`."""
-    pipe = StableDiffusion3Pipeline.from_pretrained(folder, text_encoder_3=None, tokenizer_3=None, torch_dtype=dtype)
+    pipe = StableDiffusion3Pipeline.from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)
     pipe.set_progress_bar_config(disable=True)
     return pipe
