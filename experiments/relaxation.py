@@ -73,8 +73,8 @@ def run(seeds: Sequence[int] = range(200), quick: bool = False) -> Result:
         "0.825 ± 0.043, all > 0",
         f"{shown(paper_tau)} at τ_rank = .2, τ_sel = .1 N; {shown(softer)} at N = 64, .1, .2 N",
         judge(abs(paper_tau["mean"] - 0.825) < 0.043 and paper_tau["min"] > 0, paper_tau["min"] > 0),
-        "Positive in every trial. The temperatures at which training starts give less than the paper's figure; sharper "
-        "ranks with a softer selection, on 64 tokens, give it, but nothing says that these are the paper's.",
+        "Positive in every trial. The temperatures at which training starts give less than the paper's figure; "
+        "sharper ranks with a softer selection, on 64 tokens, give it, but nothing says that these are the paper's.",
     )
     task = Claim(
         "on the residual task the carried estimate agrees with the inclusion contrast",
