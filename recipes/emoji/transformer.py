@@ -4,7 +4,8 @@
     python -m recipes.emoji.transformer --threads 1 --finish 40  # last sitting: decay the rate over 40 minutes, end
 
 The rate warms up and then stays constant, so a sitting may stop at any time; --finish ends the run with a linear
-decay. SIGTERM saves and stops. One atomic file holds weights, EMA, optimizer, generator, clock and curve.
+decay, and a later sitting without it returns to the constant rate. SIGTERM saves and stops. One atomic file holds
+weights, EMA, optimizer, generator, clock and curve.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Clock:
 
 def rate_factor(clock: Clock, warm_up: int, decay_seconds: float) -> float:
     warm = min(1.0, (clock.step + 1) / warm_up)
-    if clock.decay_start is None:
+    if clock.decay_start is None or decay_seconds <= 0:
         return warm
     return warm * max(0.0, 1 - (clock.seconds - clock.decay_start) / decay_seconds)
 
@@ -230,8 +231,7 @@ def main() -> None:
     ema.load_state_dict(model.state_dict())
     optimizers = Optimizers(model, options.rate, options.muon_rate, options.weight_decay)
     clock = load_state(path, model, ema, optimizers, generator) if path.exists() else Clock()
-    if options.finish and clock.decay_start is None:
-        clock.decay_start = clock.seconds
+    clock.decay_start = (clock.decay_start or clock.seconds) if options.finish else None
     print(
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(prepared.rows['train'])} labels;"
         f" at step {clock.step}, {clock.seconds / 60:.0f} minutes",
