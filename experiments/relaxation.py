@@ -81,7 +81,7 @@ def run(seeds: Sequence[int] = range(200), quick: bool = False) -> Result:
         "0.724 ± 0.118",
         f"{shown(exact)} with the exact contrast; {shown(itself)} with ĝ itself",
         judge(exact["mean"] > 0.6, exact["mean"] > 2 * exact["std"] / len(rows) ** 0.5 and exact["mean"] > 0.1),
-        "The paper's figure is the cosine of J'ĝ with ĝ, which says that the soft rank carries whatever it is given. "
+        "The paper's figure is met by the cosine of J'ĝ with ĝ, which only says that ĝ arrives, whatever it is worth. "
         "With the exact contrast the input estimator has no agreement here, because ĝ has none (`estimators`); the "
         f"output estimator's, centred since what is carried sums to 0, is "
         f"{shown(cosines['output, exact contrast, centred'])}.",
