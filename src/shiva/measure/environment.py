@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "shiva-dit")
+PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "torchao", "shiva-dit")
 
 
 def cpu_name() -> str:
@@ -38,6 +38,7 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "malloc": os.environ.get("GLIBC_TUNABLES"),
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "packages": {name: found for name in PACKAGES if (found := version(name))},
     }

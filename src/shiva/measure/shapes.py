@@ -38,6 +38,17 @@ class Shape:
         return self.layers != SHAPES[self.name].layers
 
     @property
+    def guidance(self) -> str:
+        """For `attach`, where meta tensors hold no values to look at."""
+        return "batched" if self.batch % 2 == 0 else "none"
+
+    @property
+    def described(self) -> str:
+        blocks = sum(self.layers)
+        part = f"a slice of {blocks} blocks" if self.sliced else f"{blocks} blocks"
+        return f"{self.name} ({part}), {self.height}x{self.width}, batch {self.batch}, random weights"
+
+    @property
     def grid(self) -> tuple[int, int]:
         return self.height // 16, self.width // 16
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from shiva.core.cost import count
-from shiva.core.method import MethodConfig
+from shiva.measure.contenders import Contender, Entry, count_step, twin
 from shiva.measure.latency import interleave
 from shiva.measure.shapes import Shape
-from shiva.session import Session, attach, backbone_of
+from shiva.measure.sheet import Sheet
 
 DENSE = "dense"
 
@@ -30,7 +30,9 @@ class StepResult:
     limit: float
     """The speed-up that the FLOPs alone would allow."""
     overhead: dict[str, float]
-    """Milliseconds a step in each phase of the reduction path."""
+    """Milliseconds a step in each phase of the reduction path; empty when compiled into the rest."""
+    paper: float | None = None
+    """The paper's speed-up."""
 
     @property
     def efficiency(self) -> float:
@@ -40,48 +42,46 @@ class StepResult:
         return {**asdict(self), "efficiency": self.efficiency}
 
 
-class Contender:
-    """A method that is attached for its own turns only; its weights are made once."""
+@dataclass(frozen=True)
+class Skipped:
+    """A method that cannot run at this shape, and why."""
 
-    def __init__(self, config: MethodConfig, transformer: Any, call: dict[str, Any]):
-        self.method = config.build(backbone_of(transformer).spec(transformer))
-        self.transformer, self.call = transformer, call
-        self.seconds: dict[str, float] = {}
-        self.turns = 0
-
-    def run(self, session: Session) -> None:
-        self.transformer(**self.call)
-        session.detach()
-        self.turns += 1
-        for phase, seconds in session.phases().items():
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
-
-    def prepare(self) -> Callable[[], Any]:
-        session = attach(self.transformer, self.method)
-        return lambda: self.run(session)
-
-    def overhead(self) -> dict[str, float]:
-        return {phase: 1e3 * seconds / self.turns for phase, seconds in self.seconds.items()}
+    name: str
+    reason: str
 
 
 def measure_step(
     shape: Shape,
-    methods: Mapping[str, MethodConfig],
+    entries: Mapping[str, Entry],
     rounds: int = 3,
     warmup: int = 1,
+    compiled: bool = False,
     progress: Callable[[str], None] = lambda name: None,
-) -> list[StepResult]:
+) -> tuple[list[StepResult], list[Skipped]]:
     """Times and FLOPs of one step at the shape: dense first, then each method, in turns."""
     transformer, call = shape.build(), shape.call()
-    contenders = {name: Contender(config, transformer, call) for name, config in methods.items()}
-    turns: dict[str, Callable[[], Callable[[], Any]]] = {DENSE: lambda: lambda: transformer(**call)}
+    contenders, skipped = {}, []
+    for name, entry in entries.items():
+        try:
+            contenders[name] = Contender(entry, transformer, call)
+        except (ValueError, TypeError) as error:
+            skipped.append(Skipped(name, str(error)))
+    dense_model: Any = twin(transformer)
+    if compiled:
+        dense_model = torch.compile(dense_model)
+        for contender in contenders.values():
+            contender.compile()
+    turns: dict[str, Callable[[], Callable[[], Any]]] = {DENSE: lambda: lambda: dense_model(**call)}
     turns |= {name: contender.prepare for name, contender in contenders.items()}
     with torch.inference_mode():
         timings = interleave(turns, rounds, warmup, progress)
     dense = count_step(shape, None)
     results = []
     for name, timing in timings.items():
-        flops = dense if name == DENSE else count_step(shape, methods[name])
+        flops = dense
+        if name in contenders:
+            depends_on_data = entries[name].keep_ffn is not None
+            flops = count(contenders[name].prepare()) if depends_on_data else count_step(shape, entries[name])
         results.append(
             StepResult(
                 name=name,
@@ -91,16 +91,37 @@ def measure_step(
                 tflops_paper=flops.paper / 1e12,
                 speedup=timings[DENSE].median / timing.median,
                 limit=dense.true / flops.true,
-                overhead={} if name == DENSE else contenders[name].overhead(),
+                overhead=contenders[name].overhead() if name in contenders else {},
+                paper=entries[name].paper if name in contenders else 1.0,
             )
         )
-    return results
+    return results, skipped
 
 
-def count_step(shape: Shape, config: MethodConfig | None) -> Any:
-    """FLOPs of a step, the method's own included, on the meta device."""
-    transformer, call = shape.build("meta"), shape.call("meta")
-    if config is None:
-        return count(lambda: transformer(**call))
-    with attach(transformer, config, guidance="batched" if shape.batch % 2 == 0 else "none"):
-        return count(lambda: transformer(**call))
+def step_sheet(shape: Shape, results: list[StepResult], skipped: list[Skipped], how: str) -> Sheet:
+    dense = results[0]
+    rows = []
+    for row in results:
+        overhead = sum(row.overhead.values()) / (1e3 * dense.seconds)
+        rows.append(
+            (
+                row.name,
+                f"{row.seconds:.2f} s",
+                f"{row.spread:.1%}",
+                f"{row.speedup:.2f}x",
+                "" if row.paper is None or shape.name != "sd3-medium" else f"{row.paper:.2f}x",
+                f"{row.limit:.2f}x",
+                f"{row.efficiency:.2f}",
+                f"{row.tflops:.2f}",
+                f"{row.tflops_paper:.2f}",
+                f"{overhead:.2%}" if row.overhead else "",
+            )
+        )
+    left_out = "".join(f"; {row.name} left out: {row.reason}" for row in skipped)
+    return Sheet(
+        title=f"One step of {shape.described}, {how}",
+        columns=("method", "step", "±", "speed-up", "paper", "limit", "eff.", "TFLOPs", "paper's count", "overhead"),
+        rows=rows,
+        caption="limit: what true FLOPs alone allow; eff.: speed-up over limit; overhead: the reduction path as a "
+        f"share of the dense step; paper: RTX 4090, whole model, 50 steps{left_out}",
+    )

@@ -13,11 +13,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from shiva.checkpoint import write_atomically
-from shiva.core.method import MethodConfig
-from shiva.measure.command import run_step, step_table
+from shiva.measure.contenders import shiva_entry
 from shiva.measure.environment import environment
 from shiva.measure.shapes import shape
-from shiva.methods import Shiva, ToMeSD
+from shiva.measure.step import measure_step, step_sheet
+from shiva.methods import ToMeSD
 from shiva.report.generate import Contender, Outcome, generate, load_pipeline, psnr
 from shiva.report.page import Page
 
@@ -52,8 +52,9 @@ def demo(
     if not model.is_dir():
         console.print(f"[yellow]{model} is not here[/]; measuring a slice of SD3-Medium at its real width instead")
         chosen = shape("sd3-medium", height=512, width=512, batch=1).slice(4)
-        methods: dict[str, MethodConfig] = {f"shiva {budget:g}": Shiva(budget=budget) for budget in (0.8, 0.6)}
-        console.print(step_table(chosen, run_step(chosen, methods, rounds=3), {}))
+        entries = {f"shiva {budget:g}": shiva_entry(budget, flat=True) for budget in (0.8, 0.6)}
+        results, skipped = measure_step(chosen, entries, rounds=3)
+        console.print(step_sheet(chosen, results, skipped, "flat table, eager").rich())
         return
     quiet()
     pipe = load_pipeline(model, text_encoder_3=None, tokenizer_3=None)

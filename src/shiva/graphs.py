@@ -1,0 +1,123 @@
+"""CUDA graphs: one recorded graph per distinct row of the schedule, replayed at every step that has that row.
+
+A recorded graph repeats the same kernels on the same memory. That suits a step whose token counts are settled
+beforehand (Shiva, NeuralSort, SOFT, LapSum), and frees it from the speed of the host.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from shiva.backbones.base import Call
+from shiva.core.context import StepContext
+from shiva.session import Session
+
+WARMUP = 3
+"""Runs before recording, as torch.cuda.graph asks: libraries set themselves up in them."""
+
+
+class Recorder(Protocol):
+    """Turns a call on fixed memory into something that repeats it."""
+
+    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """(replay, the output that replaying brings up to date)."""
+
+
+class CudaRecorder:
+    """Records with torch.cuda.graph; all graphs share one pool of memory."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(WARMUP):
+                run()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            output = run()
+        return graph.replay, output
+
+
+@dataclass
+class Recording:
+    """A step's graph with the memory it reads and writes."""
+
+    inputs: list[Tensor]
+    replay: Callable[[], None]
+    output: Any
+    ctx: StepContext
+
+
+class GraphRunner:
+    """Runs the steps of a session from recorded graphs; recording happens at the first step of each row."""
+
+    def __init__(self, session: Session, recorder: Recorder):
+        self.session, self.recorder = session, recorder
+        self.recordings: dict[Hashable, Recording] = {}
+
+    def __call__(self, ctx: StepContext, call: Call) -> Any:
+        if not ctx.counts:
+            raise ValueError(
+                f"{self.session.method} does not settle its token counts before a step, so no graph of it can be "
+                "recorded; stop with session.runner = None"
+            )
+        leaves, structure = tree_flatten(call)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        others = [repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        key = (ctx.counts, ctx.branch, ctx.guidance_pairs, str(structure), tuple(others), tuple(shapes))
+        recording = self.recordings.get(key)
+        if recording is None:
+            recording = self.recordings[key] = self._record(ctx, leaves, structure)
+        for static, tensor in zip(recording.inputs, tensors, strict=True):
+            static.copy_(tensor)
+        recording.replay()
+        ctx.kept, ctx.memory = dict(recording.ctx.kept), recording.ctx.memory
+        return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, recording.output)
+
+    def _record(self, ctx: StepContext, leaves: list[Any], structure: Any) -> Recording:
+        static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        call = tree_unflatten(static, structure)
+        call["return_dict"] = False
+        program = self.session.program(ctx, **call)
+        with torch.no_grad():
+            replay, output = self.recorder.record(lambda: program(**call))
+        if ctx.run:
+            raise ValueError(
+                f"{self.session.method} carries tensors from step to step, which a recorded graph would not see; "
+                "pass rejected='identity' and age=0, or stop with session.runner = None"
+            )
+        return Recording([leaf for leaf in static if isinstance(leaf, Tensor)], replay, output, ctx)
+
+
+def use_graphs(session: Session, recorder: Recorder | None = None) -> bool:
+    """Run the session's steps from CUDA graphs; whether they will be.
+
+    Where the transformer is not on a CUDA device a warning says so, and steps run as before. Outputs are
+    tuples, as with return_dict=False, which is how pipelines call. `session.runner = None` ends it.
+    """
+    if recorder is None:
+        device = next(session.transformer.parameters()).device
+        if device.type != "cuda":
+            reason = (
+                "this torch has no CUDA" if not torch.cuda.is_available() else "move the pipeline with .to('cuda')"
+            )
+            warnings.warn(
+                f"CUDA graphs need a CUDA device, but the transformer is on {device} ({reason}); steps run as before",
+                stacklevel=2,
+            )
+            return False
+        recorder = CudaRecorder()
+    session.runner = GraphRunner(session, recorder)
+    return True
