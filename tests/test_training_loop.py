@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import shiva
+from shiva.core.method import BackboneSpec
 from shiva.training.diagnose import NonFiniteError
 from shiva.training.feed import load_ahead
 from shiva.training.recipe import recipe_from
@@ -27,6 +29,8 @@ from shiva.training.state import checkpoints, load_state
 from shiva.training.trainer import Trainer
 from training_rank import train_noting
 from training_tiny import make_folder, tiny_recipe
+
+from method_table import METHODS
 
 SOURCE = Path(shiva.__file__).parent.parent
 HERE = Path(__file__).parent
@@ -159,7 +163,33 @@ def test_an_unknown_group_or_weight_is_refused(folder: Path, tmp_path: Path) -> 
     with pytest.raises(ValueError, match="did you mean 'router'"):
         trainer_of(folder, tmp_path, stages={"warmup": {"trains": ["ruter"]}})
     with pytest.raises(ValueError, match="did you mean 'budget'|no option 'budgt'"):
-        run_steps(trainer_of(folder, tmp_path, weights={"budgt": 2.0}), 1)
+        run_steps(trainer_of(folder, tmp_path, weights={"budgt": 2.0}, stages={"warmup": {"steps": 0}}), 1)
+
+
+TRAINED = {type(row.on).__name__: row.on for row in METHODS.values() if row.differentiable}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_trained_method_uses_this_loop(name: str, folder: Path, tmp_path: Path) -> None:
+    """Its groups and the adapter move, the base does not; its checkpoint attaches."""
+    config: Any = TRAINED[name]
+    groups = list(config.build(BackboneSpec("SD3Transformer2DModel", 4, 32, 32, 20, 4)).groups())
+    recipe = tiny_recipe(folder)
+    recipe["method"] = {"name": name, **dataclasses.asdict(config)}
+    recipe["stages"] = [{"name": "all", "steps": 2, "trains": [*groups, "adapter"], "warmup": 0}]
+    trainer = Trainer(recipe_from(recipe), tmp_path)
+    trainer.prepare()
+    start = weights(trainer)
+    numbers = run_steps(trainer, 2)
+    assert all(torch.tensor(list(step.values())).isfinite().all() for step in numbers)
+    moved = {n for n, tensor in weights(trainer).items() if n not in start or not torch.equal(start[n], tensor)}
+    assert any(n.startswith("method.") for n in moved)
+    assert not any(n.startswith("base.") and ".shiva." not in n for n in moved)
+    assert "mse/schedule" in trainer.validator.measure()
+    trainer.export()
+    trainer.session.detach()
+    with shiva.attach(trainer.family.pipe, trainer.final) as session:
+        assert type(session.method.config).__name__ == name
 
 
 # -- whole runs --------------------------------------------------------------------------------------

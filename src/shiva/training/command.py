@@ -30,7 +30,8 @@ def train(
     metrics.json, metrics.jsonl and validation.jsonl, pictures/ (samples and the schedule), states/ (to continue
     from), latents/ (encoded data) and TensorBoard's files.
 
-    Exit codes: 0 done, 1 failed, 130 or 143 stopped by a signal with its state saved.
+    Exit codes: 0 done, 1 a loss was not finite, 2 a mistake in recipe or data, 130 or 143 stopped by a signal with
+    its state saved.
     """
     from shiva.checkpoint import to_json
     from shiva.training.diagnose import NonFiniteError
@@ -53,6 +54,6 @@ def train(
     except Interrupted as stop:
         typer.echo(str(stop), err=True)
         raise typer.Exit(stop.code) from stop
-    except (ValueError, TypeError, FileNotFoundError, ImportError, NonFiniteError) as error:
+    except NonFiniteError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error

@@ -201,7 +201,8 @@ class Trainer:
         for index, loss in zip(loaded.mine, torch.stack([t["loss"] for t in totals]).tolist(), strict=True):
             if not math.isfinite(loss):
                 raise self.not_finite(batches(index))
-        self.objectives.check_weights(totals[0])
+        if now.stage.ratios == "policy":
+            self.objectives.check_weights(totals[0])
         names = sorted(totals[0])
         means = torch.stack([torch.stack([t[name].float() for t in totals]).sum() for name in names])
         means = torch.cat([means / self.micro_batches, means.new_tensor([kept])])
