@@ -7,6 +7,7 @@ import typer
 from shiva.measure.command import bench
 from shiva.report.command import generate
 from shiva.report.demo import demo
+from shiva.report.train_cost import train as train_cost
 from shiva.report.validate import validate
 from shiva.training.command import train
 
@@ -15,6 +16,7 @@ app.command()(demo)
 app.command()(generate)
 app.command()(train)
 app.command()(validate)
+bench.command(name="train")(train_cost)
 app.add_typer(bench, name="bench")
 
 

@@ -15,6 +15,13 @@ REFUSED_HOOKS = {
     "faster_cache_block": "FasterCache",
     "taylorseer_cache": "TaylorSeer",
 }
+INNER_CACHES = {
+    "fbc_leader_block_hook": "FirstBlockCache",
+    "fbc_block_hook": "FirstBlockCache",
+    "mag_cache_leader_block_hook": "MagCache",
+    "mag_cache_block_hook": "MagCache",
+}
+"""Block-level caches, which work around pruned blocks but not inside them."""
 REFUSED_PIPELINES = ("FluxKontextPipeline", "FluxKontextInpaintPipeline")
 
 
@@ -37,6 +44,11 @@ def refuse_conflicts(target: Any, transformer: nn.Module) -> None:
         for hook in getattr(registry, "hooks", {}):
             if hook == HOOK:
                 raise RuntimeError("a Shiva session is already attached here; call its detach() first")
+            if hook in INNER_CACHES:
+                raise RuntimeError(
+                    f"{INNER_CACHES[hook]} at {name or 'the transformer'} would see pruned tokens only; call "
+                    "transformer.disable_cache(), attach first, then enable the cache again"
+                )
             if hook in REFUSED_HOOKS:
                 raise RuntimeError(
                     f"{REFUSED_HOOKS[hook]} caches attention outputs at {name or 'the transformer'}, which go "

@@ -31,7 +31,7 @@ class Device:
     flops: float
     bandwidth: float
     launch: float = 2.5e-6
-    """Seconds that a kernel takes at least; our figure, from one tenth of the paper's small kernels."""
+    """Seconds that a kernel takes at least; an assumption, as no data sheet gives it."""
 
 
 DEVICES = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from shiva.checkpoint import write_atomically
 from shiva.measure.environment import environment
 
 RESULTS = Path("results/bench")
+WIDE = 180
+"""Columns of a table that is written to a file or a pipe."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def publish(
     console: Console | None = None,
 ) -> Path:
     """Print the tables, write `<name>.json` with the environment, and draw `<name>.png` beside it."""
-    console = console or Console()
+    console = console or (Console() if sys.stdout.isatty() else Console(width=WIDE))
     for sheet in sheets:
         console.print(sheet.rich())
     document = {

@@ -1,0 +1,205 @@
+"""`shiva bench train`: an optimizer step of each trained method, through the trainer's own objectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shiva.core.method import Exploration, MethodConfig
+from shiva.measure import figures
+from shiva.measure.command import Height, Name, Output, Rounds, Threads, Width, progress_line, settings_of
+from shiva.measure.contenders import twin
+from shiva.measure.latency import interleave
+from shiva.measure.shapes import Shape, shape
+from shiva.measure.sheet import RESULTS, Sheet, publish, seconds
+from shiva.methods import DiffCR, DyDiT, NeuralSort, Shiva, SparseDiT
+from shiva.session import attach
+from shiva.training.adapter import adapter_config, adapter_parameters, add_adapter
+from shiva.training.encode import SD3Family
+from shiva.training.objectives import MicroBatch, Objectives
+from shiva.training.recipe import WEIGHTS
+from shiva.training.sampling import FlowMatching
+
+PLAIN = "plain DoRA"
+OFFICIAL = {"distill": 0.0, "output": 0.0}
+"""The other methods' own objectives have no dense teacher (DyDiT's distils from the complete model it trains)."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A method as it is trained: its config, and the weights of its objectives over the recipe's own."""
+
+    config: MethodConfig
+    weights: dict[str, float]
+    paper: float
+    """The paper's time of a step over plain fine-tuning (table train_cost)."""
+    paper_mb: int
+
+
+def trained_methods() -> dict[str, Trained]:
+    return {
+        "shiva 0.6": Trained(Shiva(budget=0.6), {}, 1.07, 47650),
+        "neuralsort": Trained(NeuralSort.preset("paper"), {}, 1.77, 58088),
+        "dydit": Trained(DyDiT.preset("paper", bias=0.0), {**OFFICIAL, "complete": 1.0}, 1.30, 59610),
+        "sparsedit": Trained(SparseDiT.preset("paper", bottom=1, top=1), OFFICIAL, 0.94, 54826),
+        "diffcr": Trained(DiffCR.preset("paper", initial=0.876), OFFICIAL, 1.65, 66374),
+    }
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """One method's optimizer step."""
+
+    name: str
+    seconds: float
+    spread: float
+    relative: float
+    """To plain DoRA in the same turns."""
+    peak: float
+    """Bytes above the weights and optimizer at rest; NaN where the system does not tell."""
+    paper: float
+    paper_mb: int
+
+
+class Learner:
+    """A transformer with a DoRA adapter, perhaps a method, and an optimizer."""
+
+    def __init__(self, base: nn.Module, batch: MicroBatch, trained: Trained | None, checkpointing: bool):
+        transformer: Any = twin(base)
+        pipe = SimpleNamespace(transformer=transformer)
+        config = Shiva(budget=1.0) if trained is None else trained.config
+        self.session = attach(pipe, config, guidance="none")
+        method = self.session.method.train()
+        rank = 32
+        add_adapter(transformer, adapter_config(transformer, self.session.backbone, rank, rank, True), seed=0)
+        if checkpointing:
+            transformer.enable_gradient_checkpointing()
+        weights = WEIGHTS if trained is None else {**WEIGHTS, **trained.weights}
+        self.objectives = Objectives(self.session, SD3Family(pipe), FlowMatching(), weights, distill_every=4)
+        own = [] if trained is None else [p for group in method.groups().values() for p in group]
+        self.parameters = [*adapter_parameters(transformer), *own]
+        for parameter in self.parameters:
+            parameter.requires_grad_(True)
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4)
+        self.batch, self.plain = batch, trained is None
+
+    def step(self) -> None:
+        if self.plain:
+            with self.session.disabled():
+                self.objectives.diffusion(self.objectives.forward(self.batch), self.batch).backward()
+        else:
+            self.session.method.begin_batch([self.batch.timestep])
+            self.objectives.backward(self.batch, 1.0, Tensor.backward)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def random_batch(chosen: Shape) -> MicroBatch:
+    latents = torch.randn(chosen.batch, 16, chosen.height // 8, chosen.width // 8)
+    call = chosen.call()
+    text = {"hidden": call["encoder_hidden_states"], "pooled": call["pooled_projections"]}
+    return MicroBatch(latents, torch.randn_like(latents), text, 500.0, 0, Exploration())
+
+
+def peak_bytes(call: Callable[[], Any]) -> float:
+    """Most memory above what was held before the call."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        call()
+        return float(torch.cuda.max_memory_allocated() - held)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident("VmRSS")
+        call()
+        return resident("VmHWM") - before
+    except OSError:
+        return float("nan")
+
+
+def resident(field: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def measure_train(
+    chosen: Shape,
+    methods: dict[str, Trained],
+    rounds: int = 3,
+    checkpointing: bool = False,
+    progress: Callable[[str], None] = lambda name: None,
+) -> tuple[list[TrainResult], dict[str, str]]:
+    """Optimizer steps of plain DoRA and each method in turns; also why a method was left out."""
+    torch.manual_seed(0)
+    base, batch = chosen.build(), random_batch(chosen)
+    learners: dict[str, Learner] = {}
+    skipped: dict[str, str] = {}
+    for name, trained in {PLAIN: None, **methods}.items():
+        try:
+            learners[name] = Learner(base, batch, trained, checkpointing)
+            learners[name].step()
+        except ValueError as error:
+            skipped[name] = str(error)
+            learners.pop(name, None)
+        progress(f"first step of {name}")
+    peaks = {name: peak_bytes(learner.step) for name, learner in learners.items()}
+    turns = {name: lambda learner=learner: learner.step for name, learner in learners.items()}
+    timings = interleave(turns, rounds, warmup=0, progress=progress)
+    plain = timings[PLAIN].median
+    results = []
+    for name, timing in timings.items():
+        paper, paper_mb = (1.0, 51564) if name == PLAIN else (methods[name].paper, methods[name].paper_mb)
+        row = (name, timing.median, timing.spread, timing.median / plain, peaks[name], paper, paper_mb)
+        results.append(TrainResult(*row))
+    return results, skipped
+
+
+def train_sheet(chosen: Shape, results: list[TrainResult], skipped: dict[str, str]) -> Sheet:
+    plain = results[0]
+    rows = [
+        (
+            row.name,
+            seconds(row.seconds),
+            f"{row.spread:.1%}",
+            f"{row.relative:.2f}x",
+            f"{row.paper:.2f}x",
+            f"{row.peak / 2**30:.2f} GiB",
+            f"{row.peak / plain.peak:.2f}x" if plain.peak else "",
+            f"{row.paper_mb / results[0].paper_mb:.2f}x",
+        )
+        for row in results
+    ]
+    left_out = "".join(f"; {name} left out: {reason}" for name, reason in skipped.items())
+    return Sheet(
+        title=f"One optimizer step, {chosen.described}",
+        columns=("method", "step", "±", "of plain", "paper", "peak above rest", "of plain", "paper"),
+        rows=rows,
+        caption="Shiva and NeuralSort with their dense teacher, the others with their own objectives; paper: 8 H200, "
+        f"whole model, memory in all{left_out}",
+    )
+
+
+def train(
+    layers: int = 4,
+    height: Height = 512,
+    width: Width = 512,
+    batch: int = 1,
+    checkpointing: bool = False,
+    rounds: Rounds = 3,
+    threads: Threads = None,
+    output: Output = RESULTS,
+    name: Name = None,
+) -> None:
+    """Time and memory of an optimizer step: plain DoRA, Shiva, and the trained baselines, at SD3's width."""
+    chosen = shape("sd3-medium", height=height, width=width, batch=batch).slice(layers)
+    with progress_line(threads) as progress:
+        results, skipped = measure_train(chosen, trained_methods(), rounds, checkpointing, progress)
+    found = {"methods": [asdict(row) for row in results], "skipped": skipped}
+    settings = settings_of(chosen, rounds=rounds, checkpointing=checkpointing)
+    publish(name or "train", output, [train_sheet(chosen, results, skipped)], found, settings, figures.draw_train)

@@ -1,0 +1,359 @@
+"""The benchmarks' own code at tiny shapes: what they run, count and refuse. Times are never asserted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shiva
+from shiva.graphs import GraphRunner, use_graphs
+from shiva.measure import figures, shapes
+from shiva.measure.anatomy import anatomy_sheet, measure_anatomy
+from shiva.measure.compiling import compile_sheet, count_graphs, export_steps, measure_compile
+from shiva.measure.compose import add_cache, attention_cache_refusals, compose_sheet, measure_compose
+from shiva.measure.contenders import Contender, Entry, baseline_entries, learned_shape, shiva_entry, typical_row
+from shiva.measure.roofline import DEVICES, Kernel, kernels_of, predict
+from shiva.measure.scale import growth_sheet, measure_growth, measure_path, path_sheet
+from shiva.measure.selector import OPERATORS, measure_selector, selector_sheet
+from shiva.measure.shapes import Shape, shape
+from shiva.measure.sheet import Sheet, fill_tables, publish
+from shiva.measure.step import measure_step, step_sheet
+from shiva.report.train_cost import measure_train, train_sheet, trained_methods
+from shiva.session import attach
+
+from tiny import BACKBONES, make_flux, make_sd3
+
+
+def tiny_sd3(shape: Shape) -> torch.nn.Module:
+    return shapes.SD3Transformer2DModel(
+        sample_size=16,
+        num_layers=shape.layers[0],
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=4096,
+        caption_projection_dim=16,
+        pooled_projection_dim=2048,
+        pos_embed_max_size=16,
+    )
+
+
+def tiny_flux(shape: Shape) -> torch.nn.Module:
+    return shapes.FluxTransformer2DModel(
+        num_layers=shape.layers[0],
+        num_single_layers=shape.layers[1],
+        attention_head_dim=16,
+        num_attention_heads=2,
+        axes_dims_rope=(4, 6, 6),
+        guidance_embeds=True,
+    )
+
+
+def brief(make: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """The same call with eight text tokens."""
+
+    def call(*arguments: Any) -> dict[str, Any]:
+        made = make(*arguments)
+        made["encoder_hidden_states"] = made["encoder_hidden_states"][:, :8]
+        if "txt_ids" in made:
+            made["txt_ids"] = made["txt_ids"][:8]
+        return made
+
+    return call
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Shape]:
+    """The benchmarks' shapes, with few channels and tokens behind the same names."""
+    builders = dict(shapes._BUILDERS)
+    builders["sd3-medium"] = (tiny_sd3, brief(builders["sd3-medium"][1]))
+    builders["flux-dev"] = (tiny_flux, brief(builders["flux-dev"][1]))
+    monkeypatch.setattr(shapes, "_BUILDERS", builders)
+    return lambda name="sd3-medium", layers=4, **changes: shape(name, height=128, width=128, **changes).slice(layers)
+
+
+# -- step ------------------------------------------------------------------------------------------------
+
+
+def test_the_learned_tables_shape_is_structure_first_and_detail_later() -> None:
+    table = learned_shape(24)
+    ratios = table.ratios()
+    assert (ratios[0, 1:] < ratios[1, 1:]).all(), "noise keeps fewer than the image"
+    assert (ratios[:, 1:-1] > ratios[:, 2:]).all(), "shallow layers keep more"
+    assert float(ratios[0, 1:].mean()) == pytest.approx(0.4, abs=0.02)
+    assert float(ratios[1, 1:].mean()) == pytest.approx(0.8, abs=0.02)
+    assert typical_row(table, 0.6).mean_keep == pytest.approx(0.6, abs=0.01)
+
+
+@pytest.mark.slow
+def test_a_step_holds_shiva_against_every_baseline(small: Any, tmp_path: Path) -> None:
+    chosen = small(layers=12)
+    entries = {"shiva 0.6": shiva_entry(0.6), **baseline_entries()}
+    results, skipped = measure_step(chosen, entries, rounds=1, warmup=0)
+    assert not skipped
+    assert [row.name for row in results] == ["dense", *entries]
+    assert results[1].limit > 1
+    sheet = step_sheet(chosen, results, skipped, "adaptive")
+    found = {"methods": [row.to_dict() for row in results]}
+    document = publish("step", tmp_path, [sheet], found, {}, figures.draw_step)
+    assert json.loads(document.read_text())["environment"]["packages"]["torch"]
+    assert (tmp_path / "step.png").stat().st_size > 0
+
+
+def test_a_method_that_does_not_fit_the_shape_is_left_out_with_its_reason(small: Any) -> None:
+    sparse = {"sparsedit": baseline_entries()["sparsedit"]}
+    results, skipped = measure_step(small(layers=4), sparse, rounds=1, warmup=0)
+    assert [row.name for row in results] == ["dense"]
+    assert skipped[0].name == "sparsedit"
+    assert "left out" in step_sheet(small(), results, skipped, "").caption
+
+
+def test_turns_are_new_runs_that_choose_anew_and_twins_share_weights(small: Any) -> None:
+    model, call = small().build(), small().call()
+    contender = Contender(shiva_entry(0.5), model, call)
+    assert contender.transformer.proj_out.weight is model.proj_out.weight
+    for _ in range(2):
+        contender.prepare()()
+        assert contender.session.ctx is not None
+        assert contender.session.ctx.branch == 0
+
+
+# -- anatomy, selector, scale, roofline ------------------------------------------------------------------
+
+
+def test_anatomy_times_each_stage_and_counts_operators(small: Any, tmp_path: Path) -> None:
+    chosen = small()
+    results = measure_anatomy(chosen, {"shiva 0.6": shiva_entry(0.6)}, rounds=1, warmup=0)
+    assert {"router", "sort", "gather", "scatter", "attention", "ffn"} <= results[1].stages.keys()
+    assert results[0].path == 0
+    assert results[1].operators > results[0].operators
+    found = {"configurations": [vars(row) for row in results]}
+    publish("anatomy", tmp_path, [anatomy_sheet(chosen, results)], found, {}, figures.draw_anatomy)
+
+
+def test_selectors_keep_linear_memory_but_for_neuralsort_and_what_is_too_large_is_left_out(tmp_path: Path) -> None:
+    results = measure_selector((64, 128), width=8, rounds=1)
+    kept = {(row.name, row.tokens): row.saved for row in results}
+    assert {row.name for row in results} == set(OPERATORS)
+    for name in OPERATORS:
+        quadratic = name.startswith("NeuralSort")
+        assert kept[name, 128] / kept[name, 64] == pytest.approx(4 if quadratic else 2, rel=0.1), name
+    limited = measure_selector((64, 1024), width=8, rounds=1, names=("Shiva", "NeuralSort (STE)"), limit=4e6)
+    assert [row.skipped[:5] for row in limited] == ["", "", "", "needs"]
+    sheet = selector_sheet([*results, *limited], 8, 2)
+    rows = {"operators": [vars(row) for row in results]}
+    publish("selector", tmp_path, [sheet], rows, {}, figures.draw_selector)
+
+
+def test_growth_and_the_roofline(small: Any, tmp_path: Path) -> None:
+    path = measure_path(small(), (32, 64), rounds=1, warmup=0)
+    assert path[1].bytes == 2 * path[0].bytes
+    growth = measure_growth(small(), (1, 2), (2,), rounds=1)
+    assert [(row.batch, row.layers) for row in growth] == [(1, 2), (2, 2)]
+    predictions, _ = predict(small(), (0.6,))
+    assert all(row.limit_ms <= row.expected_ms for row in predictions)
+    sheets = [path_sheet(small(), path), growth_sheet(small(), growth)]
+    found = {"path": [vars(row) for row in path], "roofline": [vars(row) for row in predictions]}
+    publish("scale", tmp_path, sheets, found, {}, figures.draw_scale)
+
+
+def test_traffic_is_what_an_operator_reads_and_writes() -> None:
+    a, b = torch.empty(8, 16, device="meta"), torch.empty(16, 4, device="meta")
+    assert kernels_of(lambda: a.t().t() @ b) == [Kernel("mm", 2 * 8 * 16 * 4, 4.0 * (8 * 16 + 16 * 4 + 8 * 4))]
+    q = torch.empty(1, 2, 10, 4, device="meta")
+    (attention,) = kernels_of(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q))
+    assert attention == Kernel("attention", 2 * 2 * 2 * 10 * 10 * 4, 4.0 * 4 * q.numel())
+    slow = Kernel("add", 0.0, 1e9)
+    assert slow.seconds(DEVICES[0]) == pytest.approx(1e9 / DEVICES[0].bandwidth)
+
+
+# -- train -----------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_step_of_every_trained_method(small: Any) -> None:
+    methods = trained_methods()
+    methods["dydit"] = replace(methods["dydit"], config=shiva.DyDiT(bias=0.0, flops=0.99))
+    results, skipped = measure_train(small(layers=3, batch=1), methods, rounds=1)
+    assert list(skipped) == ["sparsedit"], "it needs more blocks"
+    assert [row.name for row in results] == ["plain DoRA", "shiva 0.6", "neuralsort", "dydit", "diffcr"]
+    assert "plain DoRA" in train_sheet(small(), results, skipped).markdown()
+
+
+# -- compile, export, graphs -----------------------------------------------------------------------------
+
+
+def test_every_step_of_a_schedule_exports_and_dydit_does_not(small: Any) -> None:
+    exported = export_steps(small(), shiva_entry(0.6), steps=2)
+    assert [row.refused for row in exported] == ["", ""]
+    assert exported[0].tokens < exported[1].tokens
+    (refused,) = export_steps(small(), Entry(shiva.DyDiT(bias=0.0)), steps=1)
+    assert "data-dependent" in refused.refused
+
+
+@pytest.mark.parametrize("backbone", ["sd3", "flux"])
+def test_an_exported_step_computes_what_the_session_does(backbone: str) -> None:
+    tiny = BACKBONES[backbone]
+    model, call = tiny.make(), tiny.call(2, 6, 6)
+    with attach(model, shiva.Shiva(budget=0.5)) as session, torch.no_grad():
+        expected = model(**call, return_dict=False)[0]
+        program = torch.export.export(session.program(**call), (), kwargs={**call, "return_dict": False})
+        torch.testing.assert_close(program.module()(**call, return_dict=False)[0], expected, rtol=1e-4, atol=1e-5)
+        other = {**call, "pooled_projections": call["pooled_projections"] + 1}
+        expected = model(**other, return_dict=False)[0]
+        torch.testing.assert_close(program.module()(**other, return_dict=False)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_one_graph(small: Any) -> None:
+    torch._dynamo.reset()
+    results = measure_compile(small(), {"shiva 0.6": shiva_entry(0.6)}, rounds=1, warmup=0, backend="eager")
+    assert [row.graphs for row in results] == [1, 1]
+    assert all(row.deviation < 1e-4 for row in results)
+    compile_sheet(small(), results)
+    torch._dynamo.reset()
+
+
+def test_a_run_has_a_graph_for_each_distinct_row() -> None:
+    exact, coarse = count_graphs(4, 256, 0.6, 20, (None, 128))
+    assert exact.graphs == 20
+    assert coarse.graphs < 20
+
+
+class Repeat:
+    """Stands in for a CUDA graph: replaying runs the call again and writes into the first output."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        self.recorded += 1
+        output = run()
+
+        def replay() -> None:
+            for kept, new in zip(output, run(), strict=True):
+                kept.copy_(new)
+
+        return replay, output
+
+
+def test_graphs_are_recorded_once_a_row_and_read_new_inputs() -> None:
+    model, tiny = make_sd3(), BACKBONES["sd3"]
+    rows = torch.tensor([-1.0, 1.0], dtype=torch.float64)[:, None].expand(2, 4)
+    calls = [{**tiny.call(2, 6, 6, timestep=t), "return_dict": False} for t in (900.0, 800.0, 200.0, 100.0)]
+    for index, call in enumerate(calls):
+        call["pooled_projections"] = call["pooled_projections"] + index
+    recorder = Repeat()
+    with attach(model, shiva.Shiva()) as session, torch.no_grad():
+        session.method.set_schedule(shiva.RatioSchedule((1000.0, 0.0), rows))
+        expected = [model(**call)[0] for call in calls]
+        assert use_graphs(session, recorder)
+        outputs = [model(**call)[0] for call in calls]
+        assert recorder.recorded == 2
+        assert session.stats[-1].kept["transformer_blocks.1"] > session.stats[0].kept["transformer_blocks.1"]
+        session.runner = None
+        assert torch.equal(model(**calls[0])[0], expected[0])
+    for output, wanted in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output, wanted)
+
+
+def test_without_cuda_graphs_say_so_and_steps_run_as_before() -> None:
+    model, call = make_sd3(), BACKBONES["sd3"].call(2, 6, 6)
+    with attach(model, shiva.Shiva(budget=0.5)) as session, torch.no_grad():
+        expected: Tensor = model(**call)[0]
+        with pytest.warns(UserWarning, match="CUDA graphs need a CUDA device, but the transformer is on cpu"):
+            assert not use_graphs(session)
+        assert torch.equal(model(**call)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (shiva.DyDiT(bias=0.0), "does not settle its token counts"),
+        (shiva.Shiva(budget=0.5, rejected="cached"), "carries tensors from step to step"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(config: Any, message: str) -> None:
+    model, call = make_sd3(), BACKBONES["sd3"].call(2, 6, 6)
+    with attach(model, config) as session, torch.no_grad():
+        session.runner = GraphRunner(session, Repeat())
+        with pytest.raises(ValueError, match=message):
+            model(**call)
+
+
+# -- compose ---------------------------------------------------------------------------------------------
+
+WITHOUT_INT8 = ((), ("shiva",), ("cache",), ("shiva", "cache"), ("lora", "shiva"))
+
+
+def test_cache_and_lora_compose_on_flux(small: Any, tmp_path: Path) -> None:
+    results = measure_compose(small("flux-dev"), WITHOUT_INT8, steps=2, rounds=1)
+    assert not [row.refused for row in results if row.refused]
+    by_parts = {row.parts: row for row in results}
+    assert by_parts[()].deviation == 0
+    assert by_parts[("shiva",)].deviation > 0
+    found = {"mixes": [{"name": row.name, **vars(row)} for row in results]}
+    publish("compose", tmp_path, [compose_sheet(small(), results, [])], found, {}, figures.draw_compose)
+
+
+def test_int8_composes(small: Any) -> None:
+    pytest.importorskip("torchao")
+    dense, quantized, both = measure_compose(small("flux-dev"), ((), ("int8",), ("int8", "shiva")), steps=1, rounds=1)
+    assert not quantized.refused
+    assert not both.refused
+    assert quantized.weights < dense.weights
+    assert 0 < quantized.deviation < 0.2
+
+
+def test_what_cannot_compose_is_refused_by_name(small: Any) -> None:
+    refused = measure_compose(small(), ((), ("shiva", "cache")), steps=1, rounds=1)[1]
+    assert "FirstBlockCache cannot run SD3" in refused.refused
+    refusals = dict(attention_cache_refusals(small("flux-dev")))
+    assert "caches attention outputs" in refusals["Pyramid Attention Broadcast"]
+    model = make_flux()
+    add_cache(model, 0.1)
+    with pytest.raises(RuntimeError, match="FirstBlockCache.*attach first"):
+        attach(model, shiva.Shiva(budget=0.5))
+
+
+# -- the page and the command ----------------------------------------------------------------------------
+
+
+def test_tables_are_written_into_their_places_only(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- bench:step -->\nold\n<!-- /bench -->\nb\n<!-- bench:train -->\nkeep\n<!-- /bench -->\n")
+    sheet = Sheet("Title", ("method", "step"), [("dense", "1 s")], "caption")
+    publish("step", tmp_path, [sheet], {}, {}, lambda document, path: None)
+    assert fill_tables(page, tmp_path) == ["step"]
+    text = page.read_text()
+    assert "| dense | 1 s |" in text
+    assert "old" not in text
+    assert "keep" in text
+    fill_tables(page, tmp_path)
+    assert page.read_text() == text
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shiva", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+
+def test_the_command_writes_a_file_and_a_figure(tmp_path: Path) -> None:
+    result = bench("selector", "--lengths", "64,128", "--width", "8", "--rounds", "1", "--output", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "NeuralSort" in result.stdout
+    assert json.loads((tmp_path / "selector.json").read_text())["benchmark"] == "selector"
+    assert (tmp_path / "selector.png").is_file()
+
+
+def test_every_benchmark_is_a_command() -> None:
+    result = bench("--help")
+    for name in ("step", "anatomy", "selector", "train", "compile", "compose", "scale", "tables"):
+        assert name in result.stdout
