@@ -92,15 +92,15 @@ def verify(folder: Path) -> None:
             )
 
 
-def declare_float32(folder: Path) -> None:
-    """Let transformers load float16 weights as float32, as diffusers does unless told otherwise.
+def tidy_configs(folder: Path) -> None:
+    """Let transformers load float16 weights as float32, as diffusers does unless told otherwise; name no folder.
 
-    By default it keeps the dtype that the config names, and half a pipeline in float16 fails on its first call.
+    By default transformers keeps the dtype that the config names, and half a pipeline in float16 fails on its first
+    call. diffusers notes where a component was loaded from, which is nobody's business.
     """
     for path in folder.glob("*/config.json"):
-        config = json.loads(path.read_text())
-        if "dtype" in config:
-            write_json(path, {**config, "dtype": "float32"})
+        config = {key: value for key, value in json.loads(path.read_text()).items() if key != "_name_or_path"}
+        write_json(path, {**config, "dtype": "float32"} if "dtype" in config else config)
 
 
 def assemble(state: Path, out: Path, name: str = "transformer") -> dict:
@@ -112,18 +112,18 @@ def assemble(state: Path, out: Path, name: str = "transformer") -> dict:
     if (state / "score").exists():
         score = ResNetForImageClassification.from_pretrained(state / "score")
         score.to(torch.float16).save_pretrained(fresh / "score")
-    declare_float32(fresh)
+    tidy_configs(fresh)
     size = sum(path.stat().st_size for path in fresh.rglob("*") if path.is_file())
     if size > LIMIT:
         raise ValueError(f"the pipeline has {size} bytes, more than {LIMIT}; make a tower or the transformer smaller")
-    training = {key: clock[key] for key in ("step", "seconds", "images")}
+    training = {key: clock[key] for key in ("step", "seconds", "images", "curve")}
     write_json(fresh / MANIFEST, {"bytes": size, "training": training, "files": checksums(fresh)})
     for kept in out.glob("*.md"):
         shutil.copy2(kept, fresh / kept.name)
     if out.exists():
         shutil.rmtree(out)
     fresh.rename(out)
-    return {"bytes": size, **training}
+    return {"bytes": size, "step": clock["step"], "minutes": round(clock["seconds"] / 60)}
 
 
 def main() -> None:

@@ -1,0 +1,61 @@
+"""The command line, as a person meets it: real subprocesses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+REPOSITORY = Path(__file__).parent.parent
+EMOJI = REPOSITORY / "models" / "emoji"
+
+
+def shiva(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shiva", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=REPOSITORY)
+
+
+def test_help_names_every_command() -> None:
+    result = shiva("--help")
+    assert result.returncode == 0
+    for command in ("demo", "generate", "train", "bench"):
+        assert command in result.stdout
+
+
+def test_a_mistake_is_one_line_with_the_fix() -> None:
+    result = shiva("bench", "step", "--model", "sd4")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert "sd3-medium" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_missing_model_says_what_to_do(tmp_path: Path) -> None:
+    result = shiva("generate", tmp_path / "nowhere", "a fox", "--output", tmp_path)
+    assert result.returncode == 2
+    assert "does not load as a diffusers pipeline" in result.stderr
+
+
+@pytest.mark.slow
+def test_generate_writes_images_and_what_was_spared(tmp_path: Path) -> None:
+    result = shiva("generate", EMOJI, "red apple", "a fox", "--method", "ToMeSD", "--steps", "3", "--output", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert Image.open(tmp_path / "000-red-apple.png").size == (64, 64)
+    assert Image.open(tmp_path / "001-a-fox.png").size == (64, 64)
+    report = json.loads((tmp_path / "run.json").read_text())
+    assert report["summary"]["flops_share"] < 1
+    assert report["settings"]["prompts"] == ["red apple", "a fox"]
+
+
+@pytest.mark.slow
+def test_demo_writes_a_page_that_needs_no_network(tmp_path: Path) -> None:
+    result = shiva("demo", "--steps", "2", "--output", tmp_path)
+    assert result.returncode == 0, result.stderr
+    page = (tmp_path / "index.html").read_text()
+    assert "octopus" in page
+    assert page.count("data:image/png;base64") >= 24
+    assert "http" not in page
