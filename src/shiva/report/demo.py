@@ -91,11 +91,12 @@ def quiet() -> None:
 
 
 def operating_points(folder: Path) -> dict[str, Contender]:
-    """Dense, and Shiva's four budgets from the nearest trained checkpoint; without any, a training-free method."""
+    """Dense, and Shiva's four budgets from the nearest trained checkpoint; without any, what needs no training."""
     found = {float(path.name) / 100: path for path in folder.glob("*") if path.name.isdigit()}
     points = {DENSE: Contender(None)}
     if not found:
         points["ToMeSD 25 % merged"] = Contender(ToMeSD.preset("paper"))
+        points["60 % kept, rest cached"] = Contender(Shiva(budget=0.6, score="random", rejected="cached"))
         return points
     for budget in BUDGETS:
         trained = min(found, key=lambda at: (abs(at - budget), at))
