@@ -28,7 +28,7 @@ from shiva.training.sampling import FlowMatching
 
 PLAIN = "plain DoRA"
 OFFICIAL = {"distill": 0.0, "output": 0.0}
-"""The other methods' own objectives have no dense teacher (DyDiT's distils from the complete model it trains)."""
+"""The other methods' own objectives have no dense teacher; DyDiT's adds the diffusion loss of the complete model."""
 
 
 @dataclass(frozen=True)
