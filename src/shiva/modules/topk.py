@@ -47,20 +47,15 @@ def inclusion(scores: Tensor, k: Tensor, tau_rank: float, tau_sel: float) -> Ten
 
 
 class Selection(NamedTuple):
-    """Which tokens run, and in training the relaxed inclusion that carries the gradient."""
+    """Which tokens run in a training step, and the relaxed inclusion that carries the gradient."""
 
     indices: Tensor  # (B, k), ascending
-    inclusion: Tensor | None = None  # (B, N)
+    inclusion: Tensor  # (B, N)
 
 
-def select_tokens(
-    scores: Tensor, k: int, budget: Tensor | None = None, tau_rank: float = 0.2, tau_sel: float = 0.1
-) -> Selection:
-    """The k best tokens of scores (B, N); with a continuous `budget`, also their inclusion."""
-    indices = hard_topk(scores.detach(), k)
-    if budget is None:
-        return Selection(indices)
-    return Selection(indices, inclusion(scores, budget, tau_rank, tau_sel))
+def select_tokens(scores: Tensor, k: int, budget: Tensor, tau_rank: float = 0.2, tau_sel: float = 0.1) -> Selection:
+    """The k best tokens of scores (B, N), and their inclusion under the continuous `budget`."""
+    return Selection(hard_topk(scores.detach(), k), inclusion(scores, budget, tau_rank, tau_sel))
 
 
 def straight_through(pi: Tensor) -> Tensor:
@@ -74,7 +69,6 @@ def input_gated(selection: Selection, tokens: int) -> Reduction:
     A selected token enters the block as pi * x, a rejected one the identity path as (1 - pi) * x, so
     dL/dpi is <dL/dx, x> for the first and -<dL/dx, x> for the second. Values are those of the hard forward.
     """
-    assert selection.inclusion is not None
     rows = flat_rows(selection.indices, tokens)
     gate = straight_through(selection.inclusion)
 
@@ -93,7 +87,6 @@ def output_gated(selection: Selection, x: Tensor, guess: Guess, teacher: Tensor 
     The update of a rejected token was never computed; a detached guess stands in for it: zero, the mean
     of the selected updates, a ridge fit of update on input over the selected, or the teacher's update.
     """
-    assert selection.inclusion is not None
     rows = flat_rows(selection.indices, x.shape[1])
     gate = straight_through(selection.inclusion).to(x.dtype)
 
