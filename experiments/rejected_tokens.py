@@ -17,7 +17,7 @@ from typing import Any
 
 import shiva
 from experiments.common import Claim, Result, main
-from shiva.report.generate import Contender, generate, load_pipeline, psnr
+from shiva.measure.generate import Contender, generate, load_pipeline, psnr
 
 KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 PROMPTS = (

@@ -15,8 +15,8 @@ from shiva.checkpoint import write_atomically
 from shiva.core.method import MethodConfig
 from shiva.core.options import unknown_key
 from shiva.measure.environment import environment
-from shiva.report.generate import Contender, load_pipeline
-from shiva.report.generate import generate as run
+from shiva.measure.generate import Contender, load_pipeline
+from shiva.measure.generate import generate as run
 
 
 def generate(

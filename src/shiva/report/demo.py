@@ -15,10 +15,10 @@ from rich.table import Table
 from shiva.checkpoint import write_atomically
 from shiva.measure.contenders import shiva_entry
 from shiva.measure.environment import environment
+from shiva.measure.generate import Contender, Outcome, generate, load_pipeline, psnr
 from shiva.measure.shapes import shape
 from shiva.measure.step import measure_step, step_sheet
 from shiva.methods import Shiva, ToMeSD
-from shiva.report.generate import Contender, Outcome, generate, load_pipeline, psnr
 from shiva.report.page import Page
 
 PROMPTS = (
