@@ -21,6 +21,7 @@ from shiva.core.context import Clock, StepContext, Tape
 from shiva.core.cost import ZERO, CostModel, Flops, SiteCost, count
 from shiva.core.method import Method, MethodConfig
 from shiva.core.reduction import Reduction, Streams
+from shiva.core.trace import Trace
 from shiva.door import HOOK, refuse_conflicts, transformer_of
 from shiva.pricing import meta_call, site_cost, tensor_bytes, to_meta
 from shiva.runs import RunTracker, read_timestep
@@ -72,6 +73,8 @@ class SiteHook(ModelHook):
 
         def run(image: Tensor, reduction: Reduction | None) -> Streams:
             ctx.kept[site.name] = image.shape[1]
+            if ctx.trace is not None and reduction is not None:
+                ctx.trace.positions[ctx.step, site.layer] = reduction.positions
             return site.run(forward, call, image, reduction, ctx)
 
         streams = session.method.around(run, x, site.base_of(x), site, ctx) if self.acts else run(x, None)
@@ -106,6 +109,7 @@ class Session:
         self._adapter = adapter
         self._clock = Clock()
         self._tape: Tape | None = None
+        self._trace: Trace | None = None
         self._tracker = RunTracker(options.choice("guidance", guidance, GUIDANCE))
         self._names = parameter_names(transformer)
         self._example: Call | None = None
@@ -184,17 +188,31 @@ class Session:
         finally:
             self._tape = before
 
+    @contextlib.contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Note which tokens each layer runs on, and their scores, inside this context; steps then run uncompiled."""
+        before, self._trace = self._trace, Trace()
+        try:
+            yield self._trace
+        finally:
+            self._trace = before
+
+    def begin_run(self) -> None:
+        """Begin a new run with the next call: for those who call the transformer themselves, not by a pipeline."""
+        self._tracker.forget()
+
     # -- one transformer call ------------------------------------------------------------------------
 
     def _step(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = bind(self._names, args, kwargs)
         self._remember_shapes(call)
         self.ctx = ctx = self._context(call)
-        if self.runner is not None:
+        if self.runner is not None and ctx.trace is None:
             output = self.runner(ctx, call)
         else:
             self._begin(ctx, call)
-            output = (self._compiled or forward)(*args, **kwargs)
+            run = forward if self._compiled is None or ctx.trace is not None else self._compiled
+            output = run(*args, **kwargs)
             self.method.end_step(output[0], ctx)
         self.stats.append(StepRecord(ctx.timestep, ctx.tokens, dict(ctx.kept)))
         return output
@@ -221,6 +239,8 @@ class Session:
         run, timesteps = self._tracker.follow(timestep, latents, getattr(scheduler, "timesteps", None))
         if run is not previous:
             self.stats = []
+        if self._trace is not None:
+            self._trace.begin(run.step, timestep, around.grid, self.spec.layers, fresh=run is not previous)
         ctx = StepContext(
             grid=around.grid,
             timestep=timestep,
@@ -234,6 +254,7 @@ class Session:
             blocks_adjoin=call.get("block_controlnet_hidden_states") is None,
             cost=self.cost_model,
             teacher=self.teacher,
+            trace=self._trace,
             clock=self._clock if latents.device.type == "cpu" else None,
         )
         if run.branch and self.ctx is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shiva.core.cost import CostModel
+from shiva.core.trace import Trace
 
 
 @dataclass
@@ -72,6 +73,8 @@ class StepContext:
     """Tokens that each site ran on, by site name."""
     teacher: Any = None
     """The dense pass of the same batch (a `Tape`), where training provides one."""
+    trace: Trace | None = field(default=None, repr=False)
+    """Where choices and scores are noted while `Session.trace` is open."""
     clock: Clock | None = None
 
     @property
@@ -85,6 +88,15 @@ class StepContext:
 
 
 @dataclass
+class Earlier:
+    """Updates that a dense pass of the same samples made at a noisier timestep: a simulated cache."""
+
+    updates: dict[int, Tensor]  # layer -> (B, N, D)
+    steps: float
+    """How many sampler steps earlier that timestep lies."""
+
+
+@dataclass
 class Tape:
     """Block outputs and updates of one pass, by layer: what distillation compares."""
 
@@ -94,6 +106,8 @@ class Tape:
     """Layers whose outputs are kept; None keeps all."""
     update_layers: Collection[int] | None = None
     """Layers whose updates are kept; None keeps all."""
+    earlier: Earlier | None = None
+    """The same samples some steps earlier, for methods that reuse updates."""
 
     def note(self, layer: int, before: Tensor, after: Tensor) -> None:
         """Keep what is wanted of a block's input and output (B, N, D)."""

@@ -1,0 +1,62 @@
+"""Session.trace: what a run chose, as pictures need it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shiva
+from pipelines import PIPELINES
+
+
+def test_masks_are_the_tokens_that_ran_and_scores_explain_them(tmp_path: Path) -> None:
+    tiny = PIPELINES["sd3"]
+    pipe = tiny.load(tmp_path)
+    with shiva.attach(pipe, shiva.Shiva(budget=0.5)) as session:
+        plain = tiny.image(pipe)
+        with session.trace() as trace:
+            traced = tiny.image(pipe)
+        steps = list(session.stats)
+    assert torch.equal(plain, traced)
+    assert list(trace.timesteps) == [0, 1, 2]
+    masks = trace.masks()  # (S, L, rows, columns)
+    for number, step in enumerate(steps):
+        kept = [step.kept[name] for name in step.kept if name.startswith("transformer_blocks.")]
+        assert masks[number].sum(dim=(-2, -1)).tolist() == kept
+    chosen, scores = trace.mask(1, 1), trace.score_map(1, 1, row=0).maximum(trace.score_map(1, 1, row=1))
+    assert scores[chosen].min() >= scores[~chosen].max()  # the guidance maximum decides
+    assert trace.keep()[:, 0].eq(1).all()  # the first layer is dense
+    with pytest.raises(ValueError, match="layer 0 scored no tokens"):
+        trace.score_map(0, 0)
+
+
+def test_a_new_run_starts_the_trace_afresh_and_off_costs_nothing(tmp_path: Path) -> None:
+    tiny = PIPELINES["sd3"]
+    pipe = tiny.load(tmp_path)
+    with shiva.attach(pipe, shiva.ToMeSD(ratio=0.25)) as session:
+        tiny.image(pipe)
+        assert session.ctx is not None
+        assert session.ctx.trace is None
+        with session.trace() as trace:
+            tiny.image(pipe, steps=3)
+            tiny.image(pipe, steps=2)
+    assert list(trace.timesteps) == [0, 1]
+    assert {step for step, _ in trace.positions} == {0, 1}
+    assert not trace.scores  # a merger has none
+
+
+def test_a_traced_step_leaves_the_compiled_one_out(tmp_path: Path) -> None:
+    tiny = PIPELINES["sd3"]
+    pipe = tiny.load(tmp_path)
+    with shiva.attach(pipe, shiva.Shiva(budget=0.5)) as session:
+
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("the compiled step ran")
+
+        session._compiled = compiled
+        with session.trace() as trace:
+            tiny.image(pipe, steps=1)
+    assert trace.positions
