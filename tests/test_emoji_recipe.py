@@ -20,13 +20,14 @@ from recipes.emoji.captions import build_tokenizer, captions_of
 from recipes.emoji.common import PARQUET, load_data, write_atomic
 from recipes.emoji.conditioning import TextEncoder
 from recipes.emoji.flow import flow_loss, logit_normal, make_transformer, sample, start_gently
-from recipes.emoji.metrics import frechet_distance, kernel_distance, retrieval
 from recipes.emoji.optim import Optimizers, orthogonalize
 from recipes.emoji.placeholder import load_without_t5
-from recipes.emoji.score import TextImageScore, generate, score_images
+from recipes.emoji.score import generate, score_images
 from recipes.emoji.towers import make_text_tower
 from recipes.emoji.transformer import Clock, load_state, rate_factor, save_state, update_ema
 from recipes.emoji.vision import distort, make_vision_tower
+from shiva.measure.quality.distances import frechet_distance, kernel_distance, retrieval
+from shiva.measure.quality.text import TextImageScore
 
 
 def tiny_run(channels: int = 4) -> tuple:

@@ -19,16 +19,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from diffusers import StableDiffusion3Pipeline
 from torch import Tensor
 from transformers import ResNetForImageClassification
 
 from recipes.emoji.autoencoder import psnr
 from recipes.emoji.common import EmojiData, load_data, save_grid, state_folder, to_unit, write_json
-from recipes.emoji.metrics import frechet_distance, kernel_distance, retrieval
 from recipes.emoji.placeholder import load_without_t5
-from recipes.emoji.towers import tokenize
+from shiva.measure.quality.distances import frechet_distance, kernel_distance, retrieval
+from shiva.measure.quality.text import TextImageScore
 
 
 def pick_labels(data: EmojiData, split: str, count: int) -> Tensor:
@@ -56,24 +55,6 @@ def generate(
         ).images
         images.append(torch.from_numpy(made).permute(0, 3, 1, 2) * 2 - 1)
     return torch.cat(images).float()
-
-
-class TextImageScore:
-    """Cosines of images with every label of the data set."""
-
-    def __init__(
-        self, pipe: StableDiffusion3Pipeline, vision: ResNetForImageClassification, labels: list[str]
-    ) -> None:
-        self.vision = vision.float().eval()
-        with torch.no_grad():
-            ids = tokenize(pipe.tokenizer, [label.lower() for label in labels])
-            self.texts = F.normalize(pipe.text_encoder(ids).text_embeds.float(), dim=-1)  # (L, D)
-
-    @torch.no_grad()
-    def __call__(self, images: Tensor, batch: int = 64) -> Tensor:
-        """(B, 3, 64, 64) in [-1, 1] -> (B, L)."""
-        embedded = torch.cat([self.vision(chunk).logits for chunk in images.split(batch)])
-        return F.normalize(embedded, dim=-1) @ self.texts.T
 
 
 def score_images(
@@ -152,7 +133,7 @@ def main() -> None:
     vision = ResNetForImageClassification.from_pretrained(options.model / "score")
     score, features = TextImageScore(pipe, vision, data.labels), None
     if not options.no_features:
-        from recipes.emoji.features import EfficientNetLite0
+        from shiva.measure.quality.networks import EfficientNetLite0
 
         features = EfficientNetLite0()
     result: dict[str, Any] = {

