@@ -21,12 +21,11 @@ from torch import Tensor
 
 from shiva.checkpoint import write_atomically
 from shiva.measure.environment import environment
+from shiva.measure.style import PALETTE
 
 Verdict = Literal["reproduced", "reproduced in direction", "not reproduced", "not in the paper"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 COLOURS = {"reproduced": "green", "reproduced in direction": "yellow", "not reproduced": "red"}
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
-"""Okabe and Ito's colours, which the colour-blind tell apart."""
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "results" / "validate"

@@ -6,34 +6,12 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-ACCENT, PLAIN, LIMIT = "#c2410c", "#475569", "#cbd5e1"
-
-
-def plot(width: float = 7.0, height: float = 4.0, panels: int = 1) -> tuple[Any, Any]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, panels, figsize=(width, height), layout="constrained", squeeze=False)
-    for axis in axes[0]:
-        axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes[0]
-
-
-def save(figure: Any, path: Path) -> None:
-    from matplotlib import pyplot
-
-    figure.savefig(path, dpi=140)
-    pyplot.close(figure)
+from shiva.measure.anatomy import STAGES
+from shiva.measure.style import OTHER, QUIET, SHIVA, colour, plot, save
 
 
 def title_of(document: dict[str, Any], index: int = 0) -> str:
     return document["tables"][index]["title"]
-
-
-def colours(names: list[str]) -> list[str]:
-    return [ACCENT if name.startswith("shiva") else PLAIN for name in names]
 
 
 def draw_step(document: dict[str, Any], path: Path) -> None:
@@ -41,8 +19,8 @@ def draw_step(document: dict[str, Any], path: Path) -> None:
     rows = document["results"]["methods"]
     names = [row["name"] for row in rows]
     figure, (axis,) = plot(7, 0.35 * len(rows) + 1.2)
-    axis.barh(names, [row["limit"] for row in rows], color=LIMIT, label="what FLOPs allow")
-    axis.barh(names, [row["speedup"] for row in rows], color=colours(names), height=0.5)
+    axis.barh(names, [row["limit"] for row in rows], color=QUIET, label="what FLOPs allow")
+    axis.barh(names, [row["speedup"] for row in rows], color=[colour(name) for name in names], height=0.5)
     axis.invert_yaxis()
     axis.set(xlabel="speed-up over dense", title=title_of(document))
     axis.legend(frameon=False)
@@ -54,10 +32,9 @@ def draw_anatomy(document: dict[str, Any], path: Path) -> None:
     dense, *rows = document["results"]["configurations"]
     figure, (axis,) = plot(7, 0.5 * len(rows) + 1.6)
     left = [0.0] * len(rows)
-    stages = sorted({stage for row in rows for stage in row["stages"]} - {"attention", "ffn"})
-    for stage in stages:
+    for stage, label in STAGES.items():
         widths = [100 * row["stages"].get(stage, 0.0) / dense["step"] for row in rows]
-        axis.barh([row["name"] for row in rows], widths, left=left, label=stage)
+        axis.barh([row["name"] for row in rows], widths, left=left, label=label)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axis.invert_yaxis()
     axis.set(xlabel="% of the dense step", title=title_of(document))
@@ -87,7 +64,7 @@ def draw_bars(document: dict[str, Any], path: Path, key: str, value: str, label:
     rows = [row for row in document["results"][key] if row[value] == row[value]]
     names = [row["name"] for row in rows]
     figure, (axis,) = plot(7, 0.35 * len(rows) + 1.2)
-    axis.barh(names, [row[value] for row in rows], color=colours(names))
+    axis.barh(names, [row[value] for row in rows], color=[colour(name) for name in names])
     axis.invert_yaxis()
     axis.set(xlabel=label, title=title_of(document))
     save(figure, path)
@@ -102,8 +79,8 @@ def draw_compile(document: dict[str, Any], path: Path) -> None:
     rows = document["results"]["methods"]
     figure, (axis,) = plot(7, 0.5 * len(rows) + 1.2)
     places = range(len(rows))
-    axis.barh([p - 0.2 for p in places], [row["eager"] for row in rows], height=0.38, color=LIMIT, label="eager")
-    axis.barh([p + 0.2 for p in places], [row["compiled"] for row in rows], height=0.38, color=PLAIN, label="compiled")
+    axis.barh([p - 0.2 for p in places], [row["eager"] for row in rows], height=0.38, color=QUIET, label="eager")
+    axis.barh([p + 0.2 for p in places], [row["compiled"] for row in rows], height=0.38, color=OTHER, label="compiled")
     axis.set_yticks(list(places), [row["name"] for row in rows])
     axis.invert_yaxis()
     axis.set(xlabel="seconds a step", title=title_of(document))
@@ -120,19 +97,32 @@ def draw_scale(document: dict[str, Any], path: Path) -> None:
     rows = [row for row in document["results"]["path"] if not row["skipped"]]
     figure, (axis, roof) = plot(11, 4, panels=2)
     tokens = [row["tokens"] for row in rows]
-    axis.loglog(tokens, [1e3 * row["seconds"] for row in rows], marker="o", color=ACCENT, label="measured")
+    axis.loglog(tokens, [1e3 * row["seconds"] for row in rows], marker="o", color=SHIVA, label="measured")
     linear = [1e3 * rows[0]["seconds"] * n / tokens[0] for n in tokens]
-    axis.loglog(tokens, linear, color=LIMIT, linestyle="--", label="linear")
+    axis.loglog(tokens, linear, color=QUIET, linestyle="--", label="linear")
     axis.set(xlabel="N", ylabel="ms a layer", title="the pruning path")
     axis.legend(frameon=False)
     images = document["results"]["roofline"]
     names = [f"{row['device']}, {row['name']}" for row in images]
-    roof.barh(names, [row["expected_ms"] / 1e3 for row in images], color=LIMIT)
-    roof.barh(names, [row["limit_ms"] / 1e3 for row in images], color=PLAIN, height=0.5)
+    roof.barh(names, [row["expected_ms"] / 1e3 for row in images], color=QUIET)
+    roof.barh(names, [row["limit_ms"] / 1e3 for row in images], color=OTHER, height=0.5)
     marks = [(i, row["paper_ms"] / 1e3) for i, row in enumerate(images) if row["paper_ms"]]
-    roof.plot([x for _, x in marks], [i for i, _ in marks], "|", color=ACCENT, markersize=12, label="paper")
+    roof.plot([x for _, x in marks], [i for i, _ in marks], "|", color=SHIVA, markersize=12, label="paper")
     roof.invert_yaxis()
     roof.tick_params(labelsize=7)
     roof.set(xlabel="seconds an image: roofline (dark), expected (light)", title="counted for GPUs")
     roof.legend(frameon=False)
+    save(figure, path)
+
+
+def draw_flops(document: dict[str, Any], path: Path) -> None:
+    """TFLOPs of each method as the paper counts, ours as bars and the paper's as dots."""
+    rows = document["results"]["methods"]
+    names = [row["name"] for row in rows]
+    figure, (axis,) = plot(7, 0.3 * len(rows) + 1.2)
+    axis.barh(names, [row["convention"] for row in rows], color=[colour(name) for name in names], height=0.6)
+    axis.plot([row["paper"] for row in rows], names, "o", color=QUIET, markeredgecolor="black", label="paper")
+    axis.invert_yaxis()
+    axis.set(xlabel="TFLOPs a step, the paper's convention")
+    axis.legend(frameon=False)
     save(figure, path)

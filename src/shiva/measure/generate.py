@@ -15,6 +15,7 @@ from diffusers import DiffusionPipeline
 
 from shiva.checkpoint import ShivaCheckpoint
 from shiva.core.method import MethodConfig
+from shiva.core.trace import Trace
 from shiva.session import Session, attach
 from shiva.summary import Summary
 
@@ -45,6 +46,8 @@ class Outcome:
     images: list[Any]
     seconds: list[float]
     summary: Summary | None
+    trace: Trace | None = None
+    """What the last round chose, where it was asked for."""
 
     @property
     def median(self) -> float:
@@ -76,6 +79,7 @@ def generate(
     guidance: float,
     seed: int,
     rounds: int = 1,
+    trace: bool = False,
     progress: Callable[[str, int], None] = lambda name, step: None,
     **arguments: Any,
 ) -> dict[str, Outcome]:
@@ -88,7 +92,7 @@ def generate(
                 progress(name, step)
                 return state
 
-            with contender.attached(pipe) as session:
+            with contender.attached(pipe) as session, tracing(session, trace) as seen:
                 start = time.perf_counter()
                 images = pipe(
                     prompt=list(prompts),
@@ -102,9 +106,14 @@ def generate(
                 summary = session.summary() if isinstance(session, Session) else None
             if name in outcomes:
                 outcomes[name].seconds.append(seconds)
+                outcomes[name].trace = seen
             else:
-                outcomes[name] = Outcome(images, [seconds], summary)
+                outcomes[name] = Outcome(images, [seconds], summary, seen)
     return outcomes
+
+
+def tracing(session: Session | None, wanted: bool) -> contextlib.AbstractContextManager[Trace | None]:
+    return session.trace() if session is not None and wanted else contextlib.nullcontext()
 
 
 def psnr(image: Any, reference: Any) -> float:

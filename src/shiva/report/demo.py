@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import statistics
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import diffusers
 import transformers
@@ -19,6 +22,7 @@ from shiva.measure.generate import Contender, Outcome, generate, load_pipeline, 
 from shiva.measure.shapes import shape
 from shiva.measure.step import measure_step, step_sheet
 from shiva.methods import Shiva, ToMeSD
+from shiva.report import figures
 from shiva.report.page import Page
 
 PROMPTS = (
@@ -74,6 +78,13 @@ def demo(
     rows = comparison(outcomes)
     console.print(draw_table(rows, steps))
     page = draw_page(outcomes, rows, steps, guidance)
+    sparest = min(contenders, key=lambda name: flops_share(outcomes[name]))
+    closer = {sparest: contenders[sparest]}
+    seen = generate(
+        pipe, PROMPTS[:1], closer, steps=steps, guidance=guidance, seed=seed, trace=True, max_sequence_length=0
+    )
+    draw_choices(page, sparest, PROMPTS[0], seen[sparest])
+    sign(page)
     for name, outcome in outcomes.items():
         folder = output / name.replace(" ", "-")
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,19 +118,27 @@ def operating_points(folder: Path) -> dict[str, Contender]:
 HEADINGS = ("method", "speed-up", "FLOPs", "FLOPs limit", "PSNR to dense")
 
 
+def flops_share(outcome: Outcome) -> float:
+    return 1.0 if outcome.summary is None else outcome.summary.flops_share
+
+
+def closeness(outcome: Outcome, dense: Outcome) -> float:
+    """Mean PSNR to the dense images."""
+    return statistics.fmean(psnr(a, b) for a, b in zip(outcome.images, dense.images, strict=True))
+
+
 def comparison(outcomes: dict[str, Outcome]) -> list[tuple[str, ...]]:
     dense = outcomes[DENSE]
     rows: list[tuple[str, ...]] = []
     for name, outcome in outcomes.items():
-        share = 1.0 if outcome.summary is None else outcome.summary.flops_share
-        closeness = [psnr(a, b) for a, b in zip(outcome.images, dense.images, strict=True)]
+        share = flops_share(outcome)
         rows.append(
             (
                 name,
                 f"{dense.median / outcome.median:.2f}x",
                 f"{share:.1%}",
                 f"{1 / share:.2f}x",
-                "" if outcome is dense else f"{sum(closeness) / len(closeness):.1f} dB",
+                "" if outcome is dense else f"{closeness(outcome, dense):.1f} dB",
             )
         )
     return rows
@@ -140,12 +159,45 @@ def draw_page(outcomes: dict[str, Outcome], rows: list[tuple[str, ...]], steps: 
         f"The same prompts and the same noise, {steps} steps at guidance {guidance:g}. Speed-ups are ratios within "
         "this run; the model has 256 image tokens, so overhead weighs more than at 1024 x 1024."
     )
-    page.table(HEADINGS, rows)
+    page.heading("Images")
     names = list(outcomes)
-    pictures: list[tuple[str, list[Any]]] = [
-        (prompt, [outcomes[name].images[i] for name in names]) for i, prompt in enumerate(PROMPTS)
+    page.gallery(names, [(prompt, [outcomes[name].images[i] for name in names]) for i, prompt in enumerate(PROMPTS)])
+    page.heading("Cost and closeness")
+    page.table(HEADINGS, rows)
+    dense = outcomes[DENSE]
+    points = [
+        figures.Point(name, 100 * flops_share(outcome), closeness(outcome, dense))
+        for name, outcome in outcomes.items()
+        if outcome is not dense
     ]
-    page.grid(names, pictures)
+    with drawing(page):
+        drawn = figures.quality_cost(points, "FLOPs, % of dense", "PSNR to dense, dB")
+        page.figure(drawn, "Closeness to the dense images against true FLOPs. The dense model is at 100 %.")
+    return page
+
+
+def draw_choices(page: Page, name: str, prompt: str, outcome: Outcome) -> None:
+    """The table a run used and the tokens it computed."""
+    trace = outcome.trace
+    if trace is None or not trace.positions:
+        return
+    page.heading("Which tokens")
+    with drawing(page):
+        kept = figures.schedule_map(trace.keep(), list(trace.timesteps.values()))
+        page.figure(kept, f"{name}: share of tokens that each layer ran on at each step.")
+        masks = figures.token_masks(outcome.images[0], trace)
+        page.figure(masks, f"{name}, “{prompt}”: what was computed in colour, the rest veiled.", photo=True)
+
+
+@contextlib.contextmanager
+def drawing(page: Page) -> Iterator[None]:
+    """Without matplotlib the page has no figures, and says so."""
+    try:
+        yield
+    except ImportError as error:
+        page.note(f"No figure: {error}")
+
+
+def sign(page: Page) -> None:
     where = environment()
     page.footer(f"{where['date']}, {where['cpu']}, {where['threads']} threads, torch {where['packages']['torch']}")
-    return page

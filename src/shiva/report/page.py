@@ -1,36 +1,90 @@
-"""One self-contained HTML file: text, tables and images, no network."""
+"""One self-contained HTML file: text, tables, figures and images, no network; it reads without JavaScript too."""
 
 from __future__ import annotations
 
 import base64
 import html
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shiva.measure.style import encode
+
 STYLE = """
-:root { color-scheme: light dark; --line: #8885; --soft: #8882; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
-table { border-collapse: collapse; } th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); }
-td + td, th + th { text-align: right; } th { text-align: left; background: var(--soft); }
-.wide { overflow-x: auto; } .grid td, .grid th { border: 0; text-align: center; padding: .2rem; background: none; }
-.grid th:first-child { text-align: right; } img { display: block; image-rendering: auto; border-radius: 6px; }
-footer { margin-top: 3rem; color: #888; font-size: .85rem; }
+:root { color-scheme: light dark; --line: #8884; --soft: #8881; --dim: #777; --shiva: #b34700; }
+@media (prefers-color-scheme: dark) {
+  :root { --dim: #999; --shiva: #ff9a4d; } body { background: #16181c; color: #e6e6e6; }
+  .plot img { filter: invert(.91) hue-rotate(180deg); }
+}
+* { box-sizing: border-box; }
+body { font: 16px/1.55 system-ui, sans-serif; max-width: 76rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
+h1 { font-size: 1.7rem; margin: .5rem 0; } h2 { font-size: 1.25rem; margin: 2.8rem 0 .6rem; }
+h3 { font-size: 1rem; margin: 1.4rem 0 .5rem; }
+p { max-width: 48rem; } a { color: inherit; }
+nav { display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; padding: .5rem 0; border-block: 1px solid var(--line); }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
+caption { text-align: left; font-weight: 600; padding: .4rem 0; }
+th, td { padding: .34rem .75rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
+thead th { background: var(--soft); vertical-align: bottom; } .number { text-align: right; white-space: nowrap; }
+tr.shiva td:first-child { color: var(--shiva); font-weight: 600; } .paper { color: var(--dim); }
+.note, figcaption, footer { color: var(--dim); font-size: .85rem; }
+figure { margin: 0; } img { display: block; max-width: 100%; height: auto; }
+.plot { margin: 1rem 0; } .plot img { border-radius: 6px; }
+.gallery { margin-top: .5rem; }
+.controls { display: flex; flex-wrap: wrap; gap: .5rem; align-items: center; padding: .5rem 0; }
+.controls[hidden], .shot[hidden] { display: none; }
+select, button { font: inherit; padding: .3rem .6rem; min-height: 2.4rem; max-width: 100%; }
+.cells { display: grid; grid-template-columns: repeat(auto-fill, minmax(7.5rem, 1fr)); gap: .9rem .7rem; }
+.cells img { width: 100%; border-radius: 8px; background: #fff; }
+.cells figcaption { padding-top: .25rem; line-height: 1.3; } .cells .shiva figcaption { color: var(--shiva); }
+footer { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: .7rem; }
 """
+
+SCRIPT = """
+for (const gallery of document.querySelectorAll(".gallery")) {
+  const shots = [...gallery.querySelectorAll(".shot")], controls = gallery.querySelector(".controls");
+  const choice = controls.querySelector("select"), [back, on] = controls.querySelectorAll("button");
+  const show = () => shots.forEach((shot, i) => { shot.hidden = choice.value !== "all" && +choice.value !== i; });
+  const turn = by => {
+    choice.value = choice.value === "all" ? 0 : (+choice.value + by + shots.length) % shots.length; show();
+  };
+  choice.addEventListener("change", show);
+  back.addEventListener("click", () => turn(-1));
+  on.addEventListener("click", () => turn(1));
+  controls.hidden = false; show();
+}
+"""
+
+KINDS = {"png": "png", "svg": "svg+xml"}
+NUMBER = re.compile(r"^[-+±−<>~]?\s*[\d.,]+\s*(?:[%x×a-zA-Zµ/]{0,6})?(?:\s*±.*)?$|^(?:inf|nan|∞)?$")
 
 
 def escape(text: Any) -> str:
     return html.escape(str(text))
 
 
-def picture(image: Any, alt: str, size: int = 96) -> str:
+def anchor(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "part"
+
+
+def family(name: str) -> str:
+    """The class of a row or picture: Shiva's own stand out."""
+    return ' class="shiva"' if name.lower().startswith("shiva") else ""
+
+
+def data_url(data: bytes, kind: str) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def picture(image: Any, alt: str) -> str:
     """A PIL image as an <img> that carries its own bytes."""
     data = io.BytesIO()
     image.save(data, format="PNG", optimize=True)
-    encoded = base64.b64encode(data.getvalue()).decode()
-    return f'<img src="data:image/png;base64,{encoded}" alt="{escape(alt)}" width="{size}" height="{size}">'
+    width, height = image.size
+    return f'<img src="{data_url(data.getvalue(), "png")}" alt="{escape(alt)}" width="{width}" height="{height}">'
 
 
 @dataclass
@@ -39,33 +93,81 @@ class Page:
 
     title: str
     parts: list[str] = field(default_factory=list)
+    sections: dict[str, str] = field(default_factory=dict)
+    """Headings by their anchors, for the list at the top."""
 
     def text(self, paragraph: str) -> None:
         self.parts.append(f"<p>{escape(paragraph)}</p>")
 
+    def note(self, paragraph: str) -> None:
+        self.parts.append(f'<p class="note">{escape(paragraph)}</p>')
+
     def heading(self, text: str) -> None:
-        self.parts.append(f"<h2>{escape(text)}</h2>")
+        name = anchor(text)
+        while name in self.sections:
+            name += "-more"
+        self.sections[name] = text
+        self.parts.append(f'<h2 id="{name}">{escape(text)}</h2>')
 
-    def table(self, headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        head = "".join(f"<th>{escape(cell)}</th>" for cell in headings)
-        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-        self.parts.append(f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>')
+    def table(self, headings: Sequence[str], rows: Sequence[Sequence[Any]], title: str = "", note: str = "") -> None:
+        """Rows under headings; the paper's columns are grey, figures align to the right."""
+        numeric = [bool(rows) and all(NUMBER.match(str(row[i])) for row in rows) for i in range(len(headings))]
+        marks = [
+            f' class="{" ".join(["number"] * is_number + ["paper"] * ("paper" in heading.lower()))}"'
+            for heading, is_number in zip(headings, numeric, strict=True)
+        ]
+        marks = [mark if '""' not in mark else "" for mark in marks]
+        head = "".join(f'<th scope="col"{m}>{escape(cell)}</th>' for m, cell in zip(marks, headings, strict=True))
+        body = "".join(
+            f"<tr{family(str(row[0]))}>"
+            + "".join(f"<td{m}>{escape(cell)}</td>" for m, cell in zip(marks, row, strict=True))
+            + "</tr>"
+            for row in rows
+        )
+        caption = f"<caption>{escape(title)}</caption>" if title else ""
+        self.parts.append(
+            f'<div class="wide"><table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        )
+        if note:
+            self.note(note)
 
-    def grid(self, columns: Sequence[str], rows: Sequence[tuple[str, Sequence[Any]]]) -> None:
-        """Images by row name and column name."""
-        head = "<th></th>" + "".join(f"<th>{escape(column)}</th>" for column in columns)
-        lines = []
+    def figure(self, drawn: Any, caption: str, photo: bool = False) -> None:
+        """A matplotlib figure, or the bytes of a PNG; `photo` holds pictures, which a dark page must not invert."""
+        form = "png" if photo or isinstance(drawn, bytes) else "svg"
+        url = data_url(drawn if isinstance(drawn, bytes) else encode(drawn, form), KINDS[form])
+        name = "photo" if photo else "plot"
+        self.parts.append(
+            f'<figure class="{name}"><img src="{url}" alt="{escape(caption)}">'
+            f"<figcaption>{escape(caption)}</figcaption></figure>"
+        )
+
+    def gallery(self, columns: Sequence[str], rows: Sequence[tuple[str, Sequence[Any]]]) -> None:
+        """Images of every method (columns) for one prompt (row) at a time; without JavaScript, all of them."""
+        choices = "".join(f'<option value="{i}">{escape(name)}</option>' for i, (name, _) in enumerate(rows))
+        controls = (
+            f'<div class="controls" hidden><label>Prompt <select>{choices}<option value="all">all prompts</option>'
+            '</select></label><button type="button">Previous</button><button type="button">Next</button></div>'
+        )
+        shots = []
         for name, images in rows:
-            cells = (picture(im, f"{name}, {col}") for col, im in zip(columns, images, strict=True))
-            lines.append(f"<tr><th>{escape(name)}</th>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-        self.parts.append(f'<div class="wide"><table class="grid"><tr>{head}</tr>{"".join(lines)}</table></div>')
+            cells = "".join(
+                f"<figure{family(column)}>{picture(image, f'{name}, {column}')}"
+                f"<figcaption>{escape(column)}</figcaption></figure>"
+                for column, image in zip(columns, images, strict=True)
+                if image is not None
+            )
+            shots.append(f'<section class="shot"><h3>{escape(name)}</h3><div class="cells">{cells}</div></section>')
+        self.parts.append(f'<div class="gallery">{controls}{"".join(shots)}</div>')
 
     def footer(self, text: str) -> None:
         self.parts.append(f"<footer>{escape(text)}</footer>")
 
     def __str__(self) -> str:
+        links = "".join(f'<a href="#{name}">{escape(text)}</a>' for name, text in self.sections.items())
+        nav = f"<nav>{links}</nav>" if len(self.sections) > 1 else ""
         return (
             f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(self.title)}</title>'
-            f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head>'
-            f"<body><h1>{escape(self.title)}</h1>{''.join(self.parts)}</body></html>\n"
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f'<link rel="icon" href="data:,"><style>{STYLE}</style></head>'
+            f"<body><h1>{escape(self.title)}</h1>{nav}{''.join(self.parts)}<script>{SCRIPT}</script></body></html>\n"
         )
