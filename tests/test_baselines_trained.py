@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shiva
 from shiva.core.context import StepContext
 from shiva.core.method import BackboneSpec, MethodConfig
-from shiva.core.reduction import Streams
+from shiva.core.reduction import Streams, select
 from shiva.measure import shapes
 from shiva.methods._gated import input_gates
 from shiva.methods.diffcr import DiffCRMethod, bin_count, bracket, nearest_bin
@@ -102,7 +102,7 @@ def test_all_methods_choose_the_same_tokens_for_the_same_scores() -> None:
     x, s = noise(2, 12, 4), noise(2, 12, seed=3)
     expected = hard_topk(s, 5)
     for gates in SELECTORS.values():
-        reduction = input_gates(hard_topk(s, 5), gates(s, 5, 0.1))
+        reduction = input_gates(select(hard_topk(s, 5), s.shape[1]), gates(s, 5, 0.1))
         assert torch.equal(reduction.positions, expected)
         assert torch.equal(reduction.reduce(x), x.gather(1, expected[..., None].expand(-1, -1, 4)))
         assert torch.equal(reduction.restore(reduction.reduce(x), x), x)
@@ -111,7 +111,7 @@ def test_all_methods_choose_the_same_tokens_for_the_same_scores() -> None:
 def test_the_straight_through_gate_hands_each_selected_token_its_inner_product() -> None:
     x, gates, upstream = noise(1, 6, 3), torch.rand(1, 6, requires_grad=True), noise(1, 2, 3, seed=8)
     indices = torch.tensor([[1, 4]])
-    (input_gates(indices, gates).reduce(x) * upstream).sum().backward()
+    (input_gates(select(indices, gates.shape[1]), gates).reduce(x) * upstream).sum().backward()
     expected = torch.zeros(1, 6)
     expected[0, indices[0]] = (x[0, indices[0]] * upstream[0]).sum(-1)
     torch.testing.assert_close(gates.grad, expected)

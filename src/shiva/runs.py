@@ -70,6 +70,10 @@ class RunTracker:
         self._timestep, self._shape, self._latents = timestep, latents.shape, weakref.ref(latents)
         return self.run, self._timesteps
 
+    def forget(self) -> None:
+        """Whatever is called next begins a new run."""
+        self._timestep = float("nan")
+
     def _pairs(self, latents: Tensor) -> bool:
         """Whether the batch is two guidance halves: as told, or because both halves hold the same latents."""
         if self.guidance != "auto":

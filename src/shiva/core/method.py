@@ -91,6 +91,8 @@ class Method(nn.Module):
     """Whether `ctx.time_embedding` and `ctx.prompt` must be filled in."""
     needs_updates: bool = False
     """Whether training must provide the dense pass's updates, in `ctx.teacher`."""
+    needs_earlier: bool = False
+    """Whether training must provide those of an earlier step too, in `ctx.teacher.earlier`."""
 
     def __init__(self, config: MethodConfig, spec: BackboneSpec):
         super().__init__()

@@ -9,14 +9,14 @@ that a comparison of the four compares estimators alone.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from shiva.core import options
 from shiva.core.context import StepContext
 from shiva.core.method import Place, unify_guidance
-from shiva.core.reduction import Reduction, flat_rows, gather, scatter
+from shiva.core.reduction import Reduction
 from shiva.methods._select import SelectConfig, SelectMethod, shared_indices
 from shiva.modules.router import perturb
 from shiva.modules.topk import hard_topk, straight_through, token_count
@@ -34,16 +34,10 @@ class GatedTopKConfig(SelectConfig):
         options.share("keep", self.keep)
 
 
-def input_gates(indices: Tensor, gates: Tensor) -> Reduction:
-    """Keep the tokens at indices (B, k), entering the block as x * (1 + g - stopgrad(g)), g of gates (B, N)."""
-    rows = flat_rows(indices, gates.shape[1])
-    gate = gather(straight_through(gates), rows)  # (B, k, 1), zero in value
-
-    return Reduction(
-        reduce=lambda x: gather(x, rows) * (1 + gate.to(x.dtype)),
-        restore=lambda values, base: scatter(values, base, rows),
-        positions=indices,
-    )
+def input_gates(chosen: Reduction, gates: Tensor) -> Reduction:
+    """The chosen tokens, entering the block as x * (1 + g - stopgrad(g)), g of gates (B, N)."""
+    gate = chosen.reduce(straight_through(gates))  # (B, k, 1), zero in value
+    return replace(chosen, reduce=lambda x: chosen.reduce(x) * (1 + gate.to(x.dtype)))
 
 
 class GatedTopK(SelectMethod):
@@ -62,7 +56,7 @@ class GatedTopK(SelectMethod):
     def plan(self, ctx: StepContext, timesteps: list[float] | None) -> tuple[int, ...]:
         explored = self.exploration.ratio if self.training else None
         ratios = self.ratios() if explored is None else [explored] * self.spec.layers
-        dense_step = not self.training and self.dense_step(ctx.step)
+        dense_step = not self.training and self.dense_step(ctx.step, ctx)
         return tuple(
             ctx.tokens if dense_step or layer in self.config.dense else token_count(ratio, ctx.tokens)
             for layer, ratio in enumerate(ratios)
@@ -72,14 +66,17 @@ class GatedTopK(SelectMethod):
         layer = site.layer
         k = ctx.counts[layer]
         if self.training:
+            self.simulate_age(x, k / x.shape[1], layer, ctx)
             scores = unify_guidance(self.scores(x, layer, ctx), self.guidance, ctx)
             scores = perturb(scores, self.exploration.score_noise)
-            return input_gates(hard_topk(scores.detach(), k), self.gates(scores, k, layer, ctx))
+            indices = hard_topk(scores.detach(), k)
+            chosen = self.fill_trained(indices, x, layer, ctx)
+            return input_gates(chosen, self.gates(scores, k, layer, ctx))
         if self.runs_dense(x, layer, ctx):
             return None
 
         def choose() -> Tensor:
             scores = unify_guidance(self.scores(x, layer, ctx), self.guidance, ctx)
-            return hard_topk(self.waited(scores, layer, ctx), k)
+            return hard_topk(self.waited(scores, x, layer, ctx), k)
 
         return self.fill(shared_indices(layer, self.guidance, ctx, choose), x, layer, ctx)

@@ -132,5 +132,5 @@ class SelectMethod(RejectedMethod):
     def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         out = super().around(run, x, base, site, ctx)
         if not self.training and ctx.kept[site.name] == x.shape[1]:
-            self.refresh(out.image - base, site.layer, ctx)
+            self.refresh(out.image, base, site.layer, ctx)
         return out

@@ -2,8 +2,8 @@
 
 A ratio rho is learned by running every block twice, at the two bins around rho, and mixing the results
 linearly; so d out / d rho is the difference quotient of the two passes. Inside a pass the k = ceil(bin * N)
-best tokens go through the block, the rest keep their value, and the FFN's update is multiplied by the
-router's sigmoid: the only gradient the router gets. Inference runs once, at the nearest bin.
+best tokens go through the block, the rest keep their value (or get what `rejected` says), and the FFN's update
+is multiplied by the router's sigmoid: the only gradient the router gets. Inference runs once, at the nearest bin.
 
 A ratio of 1 is therefore not dense: the gate still scales the FFN. `gate=False` takes it out.
 
@@ -26,15 +26,16 @@ from torch.autograd.function import once_differentiable
 
 from shiva.core import options
 from shiva.core.context import StepContext
-from shiva.core.method import BackboneSpec, GuidancePolicy, Method, MethodConfig, Place, Run, unify_guidance
-from shiva.core.reduction import Streams, flat_rows, gather, scatter, select
-from shiva.methods._select import check_layers, full_precision, shared_indices
+from shiva.core.method import BackboneSpec, GuidancePolicy, Place, Run, unify_guidance
+from shiva.core.reduction import Streams
+from shiva.methods._rejected import RejectedConfig, RejectedMethod, check_layers
+from shiva.methods._select import full_precision, shared_indices
 from shiva.modules.router import perturb
 from shiva.modules.topk import hard_topk
 
 
 @dataclass(frozen=True)
-class DiffCR(MethodConfig):
+class DiffCR(RejectedConfig):
     """Learned token selection with a learned ratio per block and timestep region, by two passes a block."""
 
     keep: float = 0.8
@@ -58,6 +59,7 @@ class DiffCR(MethodConfig):
     fixed: ClassVar = frozenset({"regions"})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         options.share("keep", self.keep)
         options.share("initial", self.initial)
         options.choice("guidance", self.guidance, ("shared", "per-sample", "max"))
@@ -105,7 +107,7 @@ def bin_count(ratio: float, tokens: int) -> int:
     return min(tokens, math.ceil(ratio * tokens - 1e-6))
 
 
-class DiffCRMethod(Method):
+class DiffCRMethod(RejectedMethod):
     """A linear router per block and a table of ratios."""
 
     sites = frozenset({"block", "ffn"})
@@ -141,6 +143,8 @@ class DiffCRMethod(Method):
         if self.training:
             return ()
         bins, dense = self.config.bins, self.config.dense
+        if self.dense_step(ctx.step, ctx):
+            return (ctx.tokens,) * self.spec.layers
         return tuple(
             ctx.tokens if layer in dense else bin_count(nearest_bin(ratio, bins), ctx.tokens)
             for layer, ratio in enumerate(self.learned(self.region(ctx.timestep)))
@@ -167,10 +171,16 @@ class DiffCRMethod(Method):
             return self.gated_ffn(run, x, site, ctx)
         scores = self.scores(x, site.layer, ctx)
         if not self.training:
-            return self.single_pass(run, x, scores, ctx.counts[site.layer], site, ctx)
-        if self.exploration.ratio is not None:
-            return self.single_pass(run, x, scores, bin_count(self.exploration.ratio, x.shape[1]), site, ctx)
+            k = x.shape[1] if self.runs_dense(x, site.layer, ctx) else ctx.counts[site.layer]
+            out = self.single_pass(run, x, scores, k, site, ctx)
+            if k == x.shape[1]:
+                self.refresh(out.image, base, site.layer, ctx)
+            return out
         rho = self.ratios()[site.layer, self.region(ctx.timestep)]
+        explored = self.exploration.ratio
+        self.simulate_age(x, float(rho.detach()) if explored is None else explored, site.layer, ctx)
+        if explored is not None:
+            return self.single_pass(run, x, scores, bin_count(explored, x.shape[1]), site, ctx)
         low, high = bracket(float(rho.detach()), self.config.bins)
         weight = (rho - low) / (high - low)
         lower = self.single_pass(run, x, scores, bin_count(low, x.shape[1]), site, ctx)
@@ -195,14 +205,15 @@ class DiffCRMethod(Method):
             with ctx.phase("sort"):
                 joint = unify_guidance(scores.detach(), self.guidance, ctx)
                 indices = self.indices(joint, k, site.layer, ctx)
-            reduction, rows = select(indices, tokens), flat_rows(indices, tokens)
-            inputs, gate = gather(x, rows), gather(gate, rows)  # (B, k, D), (B, k, 1)
+            fill = self.fill_trained if self.training else self.fill
+            reduction = fill(indices, x, site.layer, ctx)
+            inputs, gate = reduction.reduce(x), reduction.reduce(gate)  # (B, k, D), (B, k, 1)
         ctx.memory["gate"] = torch.sigmoid(gate).to(x.dtype)
         out = run(inputs, reduction)
         gate = ctx.memory.pop("gate", None)
         if gate is not None and self.config.gate:  # no FFN site inside this block took it
             out = out._replace(image=inputs + gate * (out.image - inputs))
-        return out if reduction is None else out._replace(image=scatter(out.image, x, rows))
+        return out if reduction is None else out._replace(image=reduction.restore(out.image, x))
 
     def indices(self, scores: Tensor, k: int, layer: int, ctx: StepContext) -> Tensor:
         if self.training:

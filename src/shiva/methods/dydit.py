@@ -12,12 +12,13 @@ plus `losses()` here. The complete model's loss is the trainer's: its model is t
 
 Differs from the release: no width masks (heads and channel groups); the router reads the backbone's pooled
 prompt for the mean text token and is modulated in its bottleneck; the fused single blocks of Flux have no
-FFN of their own and stay dense.
+FFN of their own and stay dense. Beyond it: `rejected` gives a token that the FFN leaves out its own last FFN update
+or that of the nearest token of its sample; at inference alone, because the teacher's pass keeps whole blocks' updates.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -26,13 +27,15 @@ from torch.nn import functional as F
 
 from shiva.core import options
 from shiva.core.context import StepContext
-from shiva.core.method import BackboneSpec, GuidancePolicy, Method, MethodConfig, Place, Run, unify_guidance
-from shiva.core.reduction import Reduction, Streams, select
+from shiva.core.method import BackboneSpec, GuidancePolicy, Place, Run, unify_guidance
+from shiva.core.reduction import Reduction, Streams, flat_rows, gather, select
+from shiva.methods._rejected import RejectedConfig, RejectedMethod
 from shiva.methods._select import full_precision
+from shiva.modules.rejected import grid_places, nearest_masked
 
 
 @dataclass(frozen=True)
-class DyDiT(MethodConfig):
+class DyDiT(RejectedConfig):
     """Learned token masks on every FFN, with a count that follows the image."""
 
     flops: float = 0.8
@@ -60,6 +63,7 @@ class DyDiT(MethodConfig):
     fixed: ClassVar = frozenset({"shrink"})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         options.share("flops", self.flops)
         options.share("threshold", self.threshold, zero=True)
         options.choice("guidance", self.guidance, ("shared", "per-sample", "max"))
@@ -127,7 +131,7 @@ class MaskedFFN(NamedTuple):
         return cls(mask.mean(), mask.numel(), 2.0 * weights * mask.numel())
 
 
-class DyDiTMethod(Method):
+class DyDiTMethod(RejectedMethod):
     """A router per FFN."""
 
     sites = frozenset({"ffn"})
@@ -138,6 +142,7 @@ class DyDiTMethod(Method):
         super().__init__(config, spec)
         self.guidance = config.guidance
         self.routers = nn.ModuleList(TokenRouter(spec, config.shrink, config.bias) for _ in range(spec.layers))
+        self.needs_updates = self.needs_earlier = False
         self._block_flops: dict[tuple[int, int, int], float] = {}
 
     def logits(self, x: Tensor, site: Place, ctx: StepContext) -> Tensor:
@@ -150,7 +155,14 @@ class DyDiTMethod(Method):
         if not self.training:
             out = super().around(run, x, base, site, ctx)
             ctx.kept[site.name] = ctx.memory["kept", site.name]
+            if ctx.memory["all on", site.name]:
+                self.refresh(out.image, base, site.layer, ctx)
             return out
+        if self.config.rejected != "identity":
+            raise ValueError(
+                f"DyDiT trains with rejected='identity', not {self.config.rejected!r}: the teacher's pass keeps whole "
+                "blocks' updates, not the FFN's; train without it and pass it to shiva.attach"
+            )
         mask = gumbel_mask(self.logits(x, site, ctx), self.config.tau)  # (B, N)
         ctx.memory.setdefault("ffn", {})[site.layer] = MaskedFFN.of(mask, site.module)
         out = run(x, None)
@@ -158,17 +170,46 @@ class DyDiTMethod(Method):
         return out._replace(image=out.image * mask[..., None].to(out.image.dtype))
 
     def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
+        layer = site.layer
         mask = torch.sigmoid(self.logits(x, site, ctx)) > self.config.threshold  # (B, N)
         if self.config.union:
             mask = mask.any(dim=0, keepdim=True).expand_as(mask)
+        if self.dense_step(ctx.step, ctx) or (self.caches(layer, ctx) and self.cache_of(x, layer, ctx) is None):
+            mask = torch.ones_like(mask)
         kept = int(mask.sum())
         ctx.memory["kept", site.name] = round(kept / mask.shape[0])
+        ctx.memory["all on", site.name] = kept == mask.numel()
         if kept == mask.numel():
             return None
         if self.config.union:
             chosen = mask[0].nonzero().squeeze(1)  # (K,)
-            return select(chosen.expand(x.shape[0], -1), x.shape[1])
-        return flat_selection(mask)
+            return self.settled(select(chosen.expand(x.shape[0], -1), x.shape[1]), mask, x, layer, ctx)
+        return self.settled(flat_selection(mask), mask, x, layer, ctx)
+
+    def settled(self, chosen: Reduction, mask: Tensor, x: Tensor, layer: int, ctx: StepContext) -> Reduction:
+        """The chosen tokens' FFN updates, and for the others (not mask (B, N)) what the config says."""
+        computed = mask[..., None]
+
+        def cached(updates: Tensor) -> Tensor:
+            cache = ctx.run[self.key("update", layer, ctx)]
+            ctx.run[self.key("update", layer, ctx)] = torch.where(computed, updates.to(cache.dtype), cache)
+            return torch.where(computed, updates, cache.to(updates.dtype))
+
+        def near(updates: Tensor) -> Tensor:
+            if self.config.near == "similar":
+                directions = F.normalize(x.float(), dim=-1)
+                closeness = directions @ directions.transpose(1, 2)
+            else:
+                places = grid_places(ctx.grid, x.device)
+                closeness = -torch.cdist(places, places)[None]
+            rows = flat_rows(nearest_masked(closeness, mask), x.shape[1])
+            return torch.where(computed, updates, gather(updates, rows))
+
+        if self.caches(layer, ctx):
+            return replace(chosen, restore=lambda values, base: cached(chosen.restore(values, base)))
+        if self.rejected(ctx) == "near":
+            return replace(chosen, restore=lambda values, base: near(chosen.restore(values, base)))
+        return chosen
 
     # -- training ------------------------------------------------------------------------------------
 

@@ -60,8 +60,10 @@ class Shiva(SelectConfig):
             raise ValueError(f"budget={self.budget} and flops={self.flops} exclude each other; pass one")
         if self.bucket is not None and self.bucket < 1:
             raise ValueError(f"bucket={self.bucket} must be at least 1")
-        if self.share_pairs and self.rejected == "cached":
-            raise ValueError("share_pairs and rejected='cached' exclude each other: a cached update is one layer's")
+        if self.share_pairs and self.may_cache:
+            raise ValueError(
+                f"share_pairs and rejected={self.rejected!r} exclude each other: a cached update is one layer's"
+            )
         options.choice("policy", self.policy, POLICIES)
         options.choice("estimator", self.estimator, ("input", "output"))
         options.choice("guess", self.guess, ("zero", "mean", "ridge", "teacher"))
@@ -90,7 +92,7 @@ class ShivaMethod(SelectMethod):
         self.policy = POLICIES[config.policy](spec.layers, target)
         self.schedule = RatioSchedule.flat(target, spec.layers, config.dense)
         self.controller = BudgetController(target, config.beta, config.dual)
-        self.needs_updates = config.estimator == "output" and config.guess == "teacher"
+        self.needs_updates |= config.estimator == "output" and config.guess == "teacher"
         self._tables: dict[tuple[int, tuple[float, ...] | None], list[list[int]]] = {}
         self._logit_noise: Tensor | None = None
         self.eval()
@@ -126,7 +128,7 @@ class ShivaMethod(SelectMethod):
         if key not in self._tables:
             self._tables[key] = self._table(ctx, timesteps)
         table = self._tables[key]
-        if timesteps is None and self.dense_step(ctx.step):
+        if timesteps is None and self.dense_step(ctx.step, ctx):
             return (ctx.tokens,) * self.spec.layers
         return tuple(table[ctx.step if timesteps is not None else self.schedule.row(ctx.timestep)])
 
@@ -136,7 +138,7 @@ class ShivaMethod(SelectMethod):
         if timesteps is not None:
             schedule = schedule.resample(timesteps)
         steps = 0 if timesteps is None else len(timesteps)
-        dense = [step for step in range(steps) if self.dense_step(step)]
+        dense = [step for step in range(steps) if self.dense_step(step, ctx)]
         if config.budget is not None:
             schedule = schedule.shift(self._left(config.budget, steps, len(dense)))
         elif config.flops is not None:
@@ -251,7 +253,7 @@ class ShivaMethod(SelectMethod):
         """Indices (B, k) of the tokens a layer runs on at inference."""
         scores = unify_guidance(self.scores(x, layer, ctx), self.guidance, ctx)
         with ctx.phase("sort"):
-            return hard_topk(self.waited(scores, layer, ctx), ctx.counts[layer])
+            return hard_topk(self.waited(scores, x, layer, ctx), ctx.counts[layer])
 
     def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
         layer = site.layer
@@ -260,11 +262,13 @@ class ShivaMethod(SelectMethod):
                 return None
             indices = shared_indices(layer, self.guidance, ctx, lambda: self.choose(x, layer, ctx))
             return self.fill(indices, x, layer, ctx)
+        self.simulate_age(x, ctx.counts[layer] / x.shape[1], layer, ctx)
         selection = self.select(x, layer, ctx)
+        received = self.received(selection.indices, x, layer, ctx)
         if self.config.estimator == "input":
-            return input_gated(selection, x.shape[1])
+            return input_gated(selection, x.shape[1], received)
         teacher = None if ctx.teacher is None else ctx.teacher.updates.get(layer)
-        return output_gated(selection, x, self.config.guess, teacher)  # type: ignore[arg-type]
+        return output_gated(selection, x, self.config.guess, teacher, received)  # type: ignore[arg-type]
 
     # -- pairs ---------------------------------------------------------------------------------------
 

@@ -11,12 +11,16 @@ from torch.nn import functional as F
 from shiva.core.options import choice
 
 SIGNALS = ("time", "prompt", "layer")
+"""The paper's context."""
+KNOWN_SIGNALS = (*SIGNALS, "age")
+"""Beyond it: how many steps a token has waited, for routers that decide over reused updates."""
 
 
 class ContextRouter(nn.Module):
     """s_i = w . LayerNorm(SiLU(Proj_x x_i + h_ctx)), h_ctx = Proj_t t + Proj_p c + Proj_l l.
 
     The layer signal is a learned embedding, so that a router shared by several layers can tell them apart.
+    The age signal, Proj_a log(1 + age_i), is each token's own and starts at zero weight.
     Weights stay in float32 and are cast to the tokens' dtype; scores are float32.
     """
 
@@ -31,7 +35,7 @@ class ContextRouter(nn.Module):
     ):
         super().__init__()
         for signal in signals:
-            choice("signal", signal, SIGNALS)
+            choice("signal", signal, KNOWN_SIGNALS)
         self.proj_x = nn.Linear(width, bottleneck)
         self.proj_t = nn.Linear(time_width, bottleneck, bias=False) if "time" in signals else None
         self.proj_p = nn.Linear(prompt_width, bottleneck, bias=False) if "prompt" in signals else None
@@ -39,6 +43,7 @@ class ContextRouter(nn.Module):
         self.proj_l = nn.Linear(bottleneck, bottleneck, bias=False) if "layer" in signals else None
         self.norm = nn.LayerNorm(bottleneck)
         self.score = nn.Linear(bottleneck, 1, bias=False)
+        self.proj_a = nn.Parameter(torch.zeros(bottleneck)) if "age" in signals else None
 
     def contexts(self, time: Tensor | None, prompt: Tensor | None) -> Tensor:
         """h_ctx (members or 1, B or 1, bottleneck) in float32, of all layers that share the router."""
@@ -53,13 +58,18 @@ class ContextRouter(nn.Module):
             return context + F.linear(self.layer.weight, self.proj_l.weight)[:, None]
         return context[None]
 
-    def forward(self, x: Tensor, time: Tensor | None, prompt: Tensor | None, member: int) -> Tensor:
+    def forward(
+        self, x: Tensor, time: Tensor | None, prompt: Tensor | None, member: int, age: Tensor | None = None
+    ) -> Tensor:
         """Scores (B, N) of tokens x (B, N, D); `member` is the layer's place among those sharing the router."""
-        return self.scores(x, self.contexts(time, prompt), member)
+        return self.scores(x, self.contexts(time, prompt), member, age)
 
-    def scores(self, x: Tensor, contexts: Tensor, member: int) -> Tensor:
+    def scores(self, x: Tensor, contexts: Tensor, member: int, age: Tensor | None = None) -> Tensor:
         context = contexts[member if len(contexts) > 1 else 0]
         hidden = F.linear(x, self.proj_x.weight.to(x.dtype)).float() + context[:, None]  # (B, N, bottleneck)
+        if self.proj_a is not None:
+            assert age is not None
+            hidden = hidden + age.log1p()[..., None] * self.proj_a
         return self.score(self.norm(F.silu(hidden))).squeeze(-1)
 
 
@@ -102,15 +112,19 @@ class RouterBank(nn.Module):
         prompt: Tensor | None,
         layer: int,
         known: dict[int, Tensor] | None = None,
+        age: Tensor | None = None,
     ) -> Tensor:
-        """Scores (B, N) of tokens x (B, N, D) at a layer; `known` keeps contexts for the layers after it."""
+        """Scores (B, N) of tokens x (B, N, D) at a layer; `known` keeps contexts for the layers after it.
+
+        `age` (B, N) is how many steps each token has waited, for routers that read it.
+        """
         group, member = divmod(layer, self.size)
         router: Any = self.routers[group]
         if known is None:
-            return router(x, time, prompt, member)
+            return router(x, time, prompt, member, age)
         if group not in known:
             known[group] = router.contexts(time, prompt)
-        return router.scores(x, known[group], member)
+        return router.scores(x, known[group], member, age)
 
 
 def perturb(scores: Tensor, sigma: float) -> Tensor:

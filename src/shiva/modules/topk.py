@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from shiva.core.reduction import Reduction, flat_rows, gather, scatter
 from shiva.modules.softrank import soft_rank
 
 Guess = Literal["zero", "mean", "ridge", "teacher"]
+Received: TypeAlias = Callable[[Tensor], Tensor]
+"""From the selected tokens' updates (B, k, D): what every token (B, N, D) receives if it is rejected."""
 
 
 def token_count(ratio: float, tokens: int) -> int:
@@ -63,11 +66,12 @@ def straight_through(pi: Tensor) -> Tensor:
     return (pi - pi.detach())[..., None]
 
 
-def input_gated(selection: Selection, tokens: int) -> Reduction:
+def input_gated(selection: Selection, tokens: int, received: Received | None = None) -> Reduction:
     """The paper's estimator (Eq. grad_injection_main): gate what each path reads.
 
     A selected token enters the block as pi * x, a rejected one the identity path as (1 - pi) * x, so
-    dL/dpi is <dL/dx, x> for the first and -<dL/dx, x> for the second. Values are those of the hard forward.
+    dL/dpi is <dL/dx, x> for the first and -<dL/dx, x> for the second. Values are those of the hard forward,
+    in which a rejected token may receive an update; the gate does not see it.
     """
     rows = flat_rows(selection.indices, tokens)
     gate = straight_through(selection.inclusion)
@@ -76,16 +80,29 @@ def input_gated(selection: Selection, tokens: int) -> Reduction:
         return gather(x, rows) * (1 + gather(gate, rows).to(x.dtype))
 
     def restore(values: Tensor, base: Tensor) -> Tensor:
-        return scatter(values, base * (1 - gate.to(base.dtype)), rows)
+        skipped = base * (1 - gate.to(base.dtype))
+        if received is not None:
+            skipped = skipped + received(values - gather(base, rows))
+        return scatter(values, skipped, rows)
 
     return Reduction(reduce, restore, selection.indices)
 
 
-def output_gated(selection: Selection, x: Tensor, guess: Guess, teacher: Tensor | None = None) -> Reduction:
+def output_gated(
+    selection: Selection,
+    x: Tensor,
+    guess: Guess,
+    teacher: Tensor | None = None,
+    received: Received | None = None,
+) -> Reduction:
     """Gate what the block adds: y = x + (m + pi - sg[pi]) * update, so dL/dpi = <dL/dy, update>.
 
     The update of a rejected token was never computed; a detached guess stands in for it: zero, the mean
     of the selected updates, a ridge fit of update on input over the selected, or the teacher's update.
+
+    Where a rejected token receives another update r, the gate moves it from r to its own:
+    y = x + g * update + (1 - g) * r with g = m + pi - sg[pi], so dL/dpi = <dL/dy, update - r>. A selected
+    token's r is what it would receive if it were rejected.
     """
     rows = flat_rows(selection.indices, x.shape[1])
     gate = straight_through(selection.inclusion).to(x.dtype)
@@ -93,9 +110,12 @@ def output_gated(selection: Selection, x: Tensor, guess: Guess, teacher: Tensor 
     def restore(values: Tensor, base: Tensor) -> Tensor:
         inputs = gather(base, rows)
         updates = values - inputs
-        guessed = guess_updates(guess, updates.detach(), inputs.detach(), base.detach(), teacher)
-        gated = values + gather(gate, rows) * updates
-        return scatter(gated, base + gate * guessed, rows)
+        own = guess_updates(guess, updates.detach(), inputs.detach(), base.detach(), teacher)
+        if received is None:
+            return scatter(values + gather(gate, rows) * updates, base + gate * own, rows)
+        others = received(updates)
+        contrast = scatter(updates.detach(), own, rows) - others.detach()
+        return scatter(values, base + others, rows) + gate * contrast
 
     return Reduction(lambda full: gather(full, rows), restore, selection.indices)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shiva.core.context import Tape
+from shiva.core.context import Earlier, Tape
 from shiva.core.method import Exploration
 from shiva.core.options import unknown_key
 from shiva.modules.losses import normalized_distance
@@ -19,6 +19,14 @@ from shiva.training.adapter import adapters_off
 from shiva.training.encode import Family, Text
 from shiva.training.recipe import WEIGHTS
 from shiva.training.sampling import NoiseProcess
+
+
+@dataclass(frozen=True)
+class Before:
+    """A moment of the same sampling run, some sampler steps earlier."""
+
+    timestep: float
+    steps: float
 
 
 @dataclass(frozen=True)
@@ -32,12 +40,17 @@ class MicroBatch:
     seed: int
     """Of whatever the method draws for itself."""
     exploration: Exploration
+    before: Before | None = None
+    """Where the noisier pass lies that stands in for a cache."""
 
     def to(self, device: torch.device) -> MicroBatch:
         text = {name: value.to(device) for name, value in self.text.items()}
-        return MicroBatch(
-            self.latents.to(device), self.noise.to(device), text, self.timestep, self.seed, self.exploration
-        )
+        return dataclasses.replace(self, latents=self.latents.to(device), noise=self.noise.to(device), text=text)
+
+    def earlier(self) -> MicroBatch:
+        """The same latents and noise, mixed at the noisier timestep: earlier on the same straight path."""
+        assert self.before is not None
+        return dataclasses.replace(self, timestep=self.before.timestep, before=None)
 
     def with_empty(self, dropped: Tensor, empty: Text) -> MicroBatch:
         """The same with the empty prompt where `dropped` (B) says."""
@@ -85,15 +98,20 @@ class Objectives:
 
     @torch.no_grad()
     def teach(self, batch: MicroBatch) -> Teaching:
-        """Run dense with adapters off: the same weights, no second copy; only what is needed is recorded."""
+        """Run dense with adapters off: the same weights, no second copy; only what is needed is recorded.
+
+        A method that reuses updates costs one pass more, at the batch's earlier timestep.
+        """
         session = self.session
         updates = self.reduced_layers() if session.method.needs_updates else []
-        with (
-            session.disabled(),
-            adapters_off(session.transformer),
-            session.record(outputs=self.distilled_layers(), updates=updates) as tape,
-        ):
-            return Teaching(self.forward(batch), tape)
+        with session.disabled(), adapters_off(session.transformer):
+            with session.record(outputs=self.distilled_layers(), updates=updates) as tape:
+                prediction = self.forward(batch)
+            if session.method.needs_earlier and batch.before is not None:
+                with session.record(outputs=(), updates=updates) as cache:
+                    self.forward(batch.earlier())
+                tape.earlier = Earlier(cache.updates, batch.before.steps)
+        return Teaching(prediction, tape)
 
     def reduced_layers(self) -> list[int]:
         method = self.session.method

@@ -57,6 +57,9 @@ class NoiseProcess(Protocol):
     def timestep(self, quantile: float, tokens: int) -> float:
         """The timestep, 0 (image) to 1000 (noise), at a quantile of the training density."""
 
+    def earlier(self, timestep: float, share: float, tokens: int) -> float:
+        """The noisier timestep at which a sampler was this share of its run before."""
+
     def mix(self, clean: Tensor, noise: Tensor, timestep: float) -> Tensor:
         """The noisy sample."""
 
@@ -81,9 +84,18 @@ class FlowMatching:
         if self.density == "logit-normal":
             sigma = float(torch.sigmoid(torch.special.ndtri(torch.tensor(quantile, dtype=torch.float64))))
         elif self.density == "scheduler":
-            shift = self._shift(tokens)
-            sigma = shift * quantile / (1 + (shift - 1) * quantile)
+            sigma = self._shifted(quantile, tokens)
         return max(sigma, self.least) * self.steps
+
+    def earlier(self, timestep: float, share: float, tokens: int) -> float:
+        shift, sigma = self._shift(tokens), timestep / self.steps
+        quantile = sigma / (shift - (shift - 1) * sigma)
+        return self._shifted(min(quantile + share, 1.0), tokens) * self.steps
+
+    def _shifted(self, quantile: float, tokens: int) -> float:
+        """The noise level that a sampler of evenly spaced steps has at a quantile of its run, counted from the end."""
+        shift = self._shift(tokens)
+        return shift * quantile / (1 + (shift - 1) * quantile)
 
     def _shift(self, tokens: int) -> float:
         if self.dynamic is None:
@@ -109,6 +121,9 @@ class VariancePreserving:
 
     def timestep(self, quantile: float, tokens: int) -> float:
         return float(min(int(quantile * len(self.alphas)), len(self.alphas) - 1))
+
+    def earlier(self, timestep: float, share: float, tokens: int) -> float:
+        return float(min(round(timestep + share * len(self.alphas)), len(self.alphas) - 1))
 
     def _parts(self, timestep: float) -> tuple[float, float]:
         alpha = self.alphas[int(timestep)]

@@ -19,7 +19,7 @@ from shiva.training.diagnose import NonFiniteError, diagnose
 from shiva.training.feed import Loaded, load_ahead
 from shiva.training.interrupts import Interrupted, Interrupts
 from shiva.training.log import Log
-from shiva.training.objectives import MicroBatch, Objectives
+from shiva.training.objectives import Before, MicroBatch, Objectives
 from shiva.training.parallel import choose_precision, make_accelerator, sum_gradients
 from shiva.training.prepare import Ranks, load_family, prepare
 from shiva.training.recipe import Recipe
@@ -106,7 +106,13 @@ class Trainer:
         self.check_groups()
         held_out = self.prepared.held_out_indices
         self.validator = Validator(
-            self.objectives, self.prepared.held_out, held_out, recipe.validation, recipe.seed, self.device
+            self.objectives,
+            self.prepared.held_out,
+            held_out,
+            recipe.validation,
+            recipe.reuse,
+            recipe.seed,
+            self.device,
         )
 
     def check_groups(self) -> None:
@@ -225,6 +231,7 @@ class Trainer:
             low, high, groups = sampling.ratio_min, sampling.ratio_max, sampling.ratio_groups
             ratios = [*stratified_ratios(seed, self.step, count, low, high, groups)]
         progress = self.step / max(1, recipe.steps - 1)
+        befores = [self.before(t, r.grid, i) for i, (t, r) in enumerate(zip(timesteps, loaded.refs, strict=True))]
         explorations = [exploration(now, recipe.temperatures, progress, i, ratios[i]) for i in range(count)]
         torch.manual_seed(seed_of(seed, "batch", self.step))
         self.method.exploration = explorations[0]
@@ -235,12 +242,21 @@ class Trainer:
             generator = generator_of(seed, "noise", self.step, index)
             noise = torch.randn(latents.shape, generator=generator)
             dropped = torch.rand(len(latents), generator=generator) < sampling.caption_dropout
-            made = MicroBatch(
-                latents, noise, text, timesteps[index], seed_of(seed, "method", self.step, index), explorations[index]
-            ).to(self.device)
+            drawn = seed_of(seed, "method", self.step, index)
+            made = MicroBatch(latents, noise, text, timesteps[index], drawn, explorations[index], befores[index])
+            made = made.to(self.device)
             return made.with_empty(dropped.to(self.device), family.empty)
 
         return batch
+
+    def before(self, timestep: float, grid: tuple[int, int], index: int) -> Before | None:
+        """An earlier moment of a micro-batch's sampling run, for methods that reuse updates."""
+        if not self.method.needs_earlier:
+            return None
+        reuse, key = self.recipe.reuse, ("age", self.step, index)
+        ago = int(torch.randint(1, reuse.oldest + 1, (), generator=generator_of(self.recipe.seed, *key)))
+        tokens = self.family.tokens(grid)
+        return Before(self.objectives.process.earlier(timestep, ago / reuse.steps, tokens), float(ago))
 
     def update(self, now: Moment) -> float:
         """Clip, step, and clear; the gradient's norm before clipping."""

@@ -15,8 +15,8 @@ from shiva.modules.schedule import RatioSchedule
 from shiva.training.adapter import adapters_off
 from shiva.training.feed import Items
 from shiva.training.images import save_grid, save_heat_map
-from shiva.training.objectives import MicroBatch, Objectives
-from shiva.training.recipe import Validation
+from shiva.training.objectives import Before, MicroBatch, Objectives
+from shiva.training.recipe import Reuse, Validation
 from shiva.training.sampling import generator_of, seed_of
 
 
@@ -28,6 +28,7 @@ class Validator:
     items: Items
     indices: list[int]
     options: Validation
+    reuse: Reuse
     seed: int
     device: torch.device
 
@@ -39,7 +40,8 @@ class Validator:
             noise = torch.randn(latents.shape, generator=generator_of(self.seed, "validation", place))
             tokens = family.tokens((latents.shape[-2], latents.shape[-1]))
             timestep = process.timestep((place + 0.5) / len(self.indices), tokens)
-            batches.append(MicroBatch(latents, noise, text, timestep, 0, Exploration()).to(self.device))
+            before = Before(process.earlier(timestep, 1 / self.reuse.steps, tokens), 1.0)
+            batches.append(MicroBatch(latents, noise, text, timestep, 0, Exploration(), before).to(self.device))
         return batches
 
     @torch.no_grad()
@@ -67,6 +69,10 @@ class Validator:
         return results
 
     def _distance(self, batch: MicroBatch, dense: torch.Tensor) -> tuple[float, float]:
+        session = self.objectives.session
+        if session.method.needs_earlier:  # a run of two steps, of which the first fills the cache
+            session.begin_run()
+            self.objectives.forward(batch.earlier())
         reduced = self.objectives.forward(batch)
         cosine = F.cosine_similarity(reduced.flatten(1), dense.flatten(1))
         return float(F.mse_loss(reduced, dense)), float(cosine.mean())
