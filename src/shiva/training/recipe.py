@@ -125,6 +125,20 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Reuse:
+    """How training simulates reused updates (`method.rejected: cached`); the paper has none."""
+
+    steps: int = 25
+    """Steps of the sampler whose cache is simulated."""
+    oldest: int = 4
+    """The noisier pass that stands in for the cache lies 1 to this many of those steps earlier, drawn each time."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.oldest <= self.steps:
+            raise ValueError(f"reuse.oldest={self.oldest} is not between 1 and reuse.steps={self.steps}")
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """AdamW over the groups of a stage."""
 
@@ -226,6 +240,7 @@ class Recipe:
     """A mapping changes fields of the three stages by name; a list replaces them."""
     temperatures: Temperatures = field(default_factory=Temperatures)
     sampling: Sampling = field(default_factory=Sampling)
+    reuse: Reuse = field(default_factory=Reuse)
     optimizer: Optimizer = field(default_factory=Optimizer)
     weights: dict[str, float] = field(default_factory=dict)
     """Weight by objective, over `WEIGHTS`; the paper names lambda_b and lambda_d without values."""
