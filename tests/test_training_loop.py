@@ -311,3 +311,24 @@ def test_two_ranks_agree_with_one_process(folder: Path, tmp_path: Path) -> None:
     expected, ended = final_weights(tmp_path / "one"), final_weights(tmp_path / "two")
     for name, tensor in expected.items():
         torch.testing.assert_close(ended[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_a_run_starts_with_what_another_learned(folder: Path, tmp_path: Path) -> None:
+    whole = trainer_of(folder, tmp_path / "first")
+    whole.run()
+    state = load_state(checkpoints(tmp_path / "first" / "states")[-1])
+    second = trainer_of(folder, tmp_path / "second", start=str(tmp_path / "first"), method={"budget": 0.8})
+    fresh_average = {name: value.clone() for name, value in second.method.named_buffers()}
+    second.start_from(tmp_path / "first")
+    learned = dict(second.method.named_parameters())
+    assert learned
+    for name, value in learned.items():
+        torch.testing.assert_close(value.detach(), state.method[name], rtol=0, atol=0)
+    for name, value in second.method.named_buffers():
+        torch.testing.assert_close(value, fresh_average[name], rtol=0, atol=0)
+    assert second.adapter is not None
+    with pytest.raises(FileNotFoundError, match="states/step"):
+        second.start_from(tmp_path / "nothing")
+    narrow = trainer_of(folder, tmp_path / "third", method={"bottleneck": 4})
+    with pytest.raises(ValueError, match="make them the same"):
+        narrow.start_from(tmp_path / "first")

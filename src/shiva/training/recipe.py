@@ -250,6 +250,8 @@ class Recipe:
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     validation: Validation = field(default_factory=Validation)
     logging: Logging = field(default_factory=Logging)
+    start: str | None = None
+    """Folder of another run whose newest weights this one begins with: one warm-up serves several budgets."""
     seed: int = 0
     """All randomness derives from it and the step."""
 

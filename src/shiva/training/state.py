@@ -81,6 +81,14 @@ def checkpoints(root: Path) -> list[Path]:
     return sorted(root.glob("step-*")) if root.is_dir() else []
 
 
+def newest_of(run: Path) -> Path:
+    """The newest checkpoint of a run's folder."""
+    found = checkpoints(run / "states")
+    if not found:
+        raise FileNotFoundError(f"start: {run} holds no states/step-*; give the output folder of a `shiva train` run")
+    return found[-1]
+
+
 def load_state(folder: Path) -> State:
     about = read_json(folder / "state.json")
     if about["format"] != FORMAT:

@@ -30,6 +30,7 @@ from shiva.training.state import (
     check_recipe,
     checkpoints,
     load_state,
+    newest_of,
     rename_into_place,
     save_state,
     sync_folder,
@@ -75,6 +76,8 @@ class Trainer:
         self.prepare()
         if state is not None:
             self.restore(state)
+        elif self.recipe.start is not None:
+            self.start_from(Path(self.recipe.start))
         self.log.begin(self.step)
         try:
             with Interrupts() as interrupts:
@@ -135,6 +138,22 @@ class Trainer:
             self.enter(now)
             self.optimizer.load_state_dict(state.optimizer)
         self.log.say(f"continuing {self.newest} at step {self.step} of {self.recipe.steps}")
+
+    def start_from(self, run: Path) -> None:
+        """Begin with what another run has learned; its budget's moving average is its own and stays behind."""
+        state = load_state(newest_of(run))
+        learned = dict(self.method.named_parameters())
+        for name, weight in learned.items():
+            if name not in state.method or state.method[name].shape != weight.shape:
+                raise ValueError(
+                    f"start: {run} has no {name} of shape {tuple(weight.shape)}; it was trained with another method "
+                    "or other router or policy options, make them the same"
+                )
+        self.method.load_state_dict({name: state.method[name] for name in learned}, strict=False)
+        if state.adapter:
+            self.inject_adapter()
+            load_adapter_state(self.session.transformer, state.adapter)
+        self.log.say(f"starting with the weights of {run} at its step {state.step}")
 
     def train(self, interrupts: Interrupts) -> None:
         recipe, mine = self.recipe, range(self.rank, self.micro_batches, self.world)
