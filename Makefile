@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test lint types contract unit setup clean
+.PHONY: demo test lint types contract unit setup browser clean
 
 demo: setup
 	$(BIN)/shiva demo
@@ -21,10 +21,17 @@ types: setup
 contract: setup
 	$(BIN)/lint-imports
 
-unit: setup
+unit: setup browser
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --durations=10
 
 setup: $(VENV)/.installed
+
+# The report page and the server are tested in Chromium; without it those tests are left out, and say so.
+browser:
+	@{ command -v chromium && command -v chromedriver; } >/dev/null \
+	|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+	     && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y chromium chromium-driver >/dev/null; } \
+	|| echo "no Chromium: the browser tests are left out (install chromium and chromedriver to run them)"
 
 # torch goes first: a package that asks for torch with none present would pull a CUDA build of several GB.
 $(VENV)/.installed: pyproject.toml

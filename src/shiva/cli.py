@@ -7,6 +7,8 @@ import typer
 from shiva.measure.command import bench
 from shiva.report.command import generate
 from shiva.report.demo import demo
+from shiva.report.report import report
+from shiva.report.serve import serve
 from shiva.report.train_cost import train as train_cost
 from shiva.report.validate import validate
 from shiva.training.command import train
@@ -16,6 +18,8 @@ app.command()(demo)
 app.command()(generate)
 app.command()(train)
 app.command()(validate)
+app.command()(report)
+app.command()(serve)
 bench.command(name="train")(train_cost)
 app.add_typer(bench, name="bench")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -68,6 +69,18 @@ def load_pipeline(model: str | Path, **components: Any) -> Any:
         ) from error
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def load_with_arguments(model: str | Path) -> tuple[Any, dict[str, Any]]:
+    """A pipeline, and what each call of it should be given.
+
+    The embedded model's third text encoder has no layers: it only stands where diffusers asks for one. Without it
+    a prompt is 16 tokens, the form that model was trained on, instead of 16 and 256 empty ones.
+    """
+    config = Path(model) / "text_encoder_3" / "config.json"
+    if config.is_file() and json.loads(config.read_text()).get("num_layers") == 0:
+        return load_pipeline(model, text_encoder_3=None, tokenizer_3=None), {"max_sequence_length": 0}
+    return load_pipeline(model), {}
 
 
 def generate(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -18,12 +16,12 @@ from rich.table import Table
 from shiva.checkpoint import write_atomically
 from shiva.measure.contenders import shiva_entry
 from shiva.measure.environment import environment
-from shiva.measure.generate import Contender, Outcome, generate, load_pipeline, psnr
+from shiva.measure.generate import Contender, Outcome, generate, load_with_arguments, psnr
 from shiva.measure.shapes import shape
 from shiva.measure.step import measure_step, step_sheet
 from shiva.methods import Shiva, ToMeSD
 from shiva.report import figures
-from shiva.report.page import Page
+from shiva.report.page import Page, drawing
 
 PROMPTS = (
     "pizza",
@@ -61,7 +59,7 @@ def demo(
         console.print(step_sheet(chosen, results, skipped, "flat table, eager").rich())
         return
     quiet()
-    pipe = load_pipeline(model, text_encoder_3=None, tokenizer_3=None)
+    pipe, arguments = load_with_arguments(model)
     contenders = operating_points(checkpoints)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("generating", total=steps * len(contenders))
@@ -73,16 +71,14 @@ def demo(
             guidance=guidance,
             seed=seed,
             progress=lambda name, step: progress.update(task, advance=1, description=name),
-            max_sequence_length=0,
+            **arguments,
         )
     rows = comparison(outcomes)
     console.print(draw_table(rows, steps))
     page = draw_page(outcomes, rows, steps, guidance)
     sparest = min(contenders, key=lambda name: flops_share(outcomes[name]))
     closer = {sparest: contenders[sparest]}
-    seen = generate(
-        pipe, PROMPTS[:1], closer, steps=steps, guidance=guidance, seed=seed, trace=True, max_sequence_length=0
-    )
+    seen = generate(pipe, PROMPTS[:1], closer, steps=steps, guidance=guidance, seed=seed, trace=True, **arguments)
     draw_choices(page, sparest, PROMPTS[0], seen[sparest])
     sign(page)
     for name, outcome in outcomes.items():
@@ -187,15 +183,6 @@ def draw_choices(page: Page, name: str, prompt: str, outcome: Outcome) -> None:
         page.figure(kept, f"{name}: share of tokens that each layer ran on at each step.")
         masks = figures.token_masks(outcome.images[0], trace)
         page.figure(masks, f"{name}, “{prompt}”: what was computed in colour, the rest veiled.", photo=True)
-
-
-@contextlib.contextmanager
-def drawing(page: Page) -> Iterator[None]:
-    """Without matplotlib the page has no figures, and says so."""
-    try:
-        yield
-    except ImportError as error:
-        page.note(f"No figure: {error}")
 
 
 def sign(page: Page) -> None:

@@ -93,9 +93,9 @@ def label_offsets(points: Sequence[Point]) -> list[tuple[float, float]]:
 def schedule_map(ratios: Tensor, timesteps: Sequence[float], title: str = "share of tokens kept") -> Any:
     """A table of keep ratios (steps, layers), layers upwards, steps from noise to image."""
     steps, layers = ratios.shape
-    figure, (axis,) = plot(min(max(0.24 * steps + 2, 5), 11), min(max(0.22 * layers + 1.2, 2.6), 7))
+    figure, (axis,) = plot(min(max(0.24 * steps + 2, 6), 11), min(max(0.22 * layers + 1.2, 2.6), 7))
     shown = axis.imshow(ratios.T, aspect="auto", origin="lower", cmap=MAP, vmin=0, vmax=1, interpolation="nearest")
-    ticks = spread(range(steps), 6)
+    ticks = spread(range(steps), 5)
     axis.set_xticks(ticks, [f"{step}\nt={timesteps[step]:.0f}" for step in ticks])
     axis.set_yticks(spread(range(layers), 8))
     axis.set(xlabel="step, from noise to image", ylabel="layer", title=title)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import html
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,8 +38,8 @@ figure { margin: 0; } img { display: block; max-width: 100%; height: auto; }
 .controls { display: flex; flex-wrap: wrap; gap: .5rem; align-items: center; padding: .5rem 0; }
 .controls[hidden], .shot[hidden] { display: none; }
 select, button { font: inherit; padding: .3rem .6rem; min-height: 2.4rem; max-width: 100%; }
-.cells { display: grid; grid-template-columns: repeat(auto-fill, minmax(7.5rem, 1fr)); gap: .9rem .7rem; }
-.cells img { width: 100%; border-radius: 8px; background: #fff; }
+.cells { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(9rem, 28vw), 1fr)); gap: .9rem .7rem; }
+.cells figure { max-width: 11rem; } .cells img { width: 100%; border-radius: 8px; background: #fff; }
 .cells figcaption { padding-top: .25rem; line-height: 1.3; } .cells .shiva figcaption { color: var(--shiva); }
 footer { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: .7rem; }
 """
@@ -171,3 +172,12 @@ class Page:
             f'<link rel="icon" href="data:,"><style>{STYLE}</style></head>'
             f"<body><h1>{escape(self.title)}</h1>{nav}{''.join(self.parts)}<script>{SCRIPT}</script></body></html>\n"
         )
+
+
+@contextlib.contextmanager
+def drawing(page: Page) -> Iterator[None]:
+    """Without matplotlib the page has no figures, and says so."""
+    try:
+        yield
+    except ImportError as error:
+        page.note(f"No figure: {error}")

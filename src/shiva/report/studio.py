@@ -1,0 +1,175 @@
+"""What `shiva serve` shows, without the server: dense and reduced images of one prompt, their cost and their masks."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shiva.checkpoint import ShivaCheckpoint
+from shiva.core import options
+from shiva.core.context import StepContext
+from shiva.core.method import Method
+from shiva.measure.generate import Contender, Outcome, generate, psnr
+from shiva.methods import Shiva
+from shiva.session import attach
+
+UNTRAINED = Shiva(budget=0.6, score="random", rejected="cached")
+"""What needs no training: random tokens, the others reuse their last update."""
+LONGEST_PROMPT = 300
+STEPS = (4, 50)
+SEEDS = (0, 2**32 - 1)
+BUDGETS = (0.4, 1.0)
+REMEMBERED = 8
+"""Dense images that are kept, so that dragging the budget draws only the reduced one."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a person asked for, within bounds; whoever calls the server past its page meets them too."""
+
+    prompt: str
+    seed: int
+    steps: int
+    budget: float
+
+    def __post_init__(self) -> None:
+        if not self.prompt.strip():
+            raise ValueError("the prompt is empty; type what to draw")
+        if len(self.prompt) > LONGEST_PROMPT:
+            raise ValueError(f"the prompt has {len(self.prompt)} characters; at most {LONGEST_PROMPT} are drawn")
+        for name, value, (low, high) in (
+            ("seed", self.seed, SEEDS),
+            ("steps", self.steps, STEPS),
+            ("budget", self.budget, BUDGETS),
+        ):
+            if not low <= value <= high:
+                raise ValueError(f"{name} {value} is outside {low} to {high}; choose one inside")
+
+    @classmethod
+    def read(cls, prompt: Any, seed: Any, steps: Any, budget: Any) -> Request:
+        """From a form, where an emptied field is None and a number may come as text."""
+        try:
+            numbers = float(seed), float(steps), float(budget)
+        except (TypeError, ValueError) as error:
+            raise ValueError("seed, steps and budget must be numbers; fill in each") from error
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError("seed, steps and budget must be finite numbers; fill in each")
+        return cls(str(prompt or ""), int(numbers[0]), int(numbers[1]), numbers[2])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many tokens each layer of each step will run on, before anything is drawn."""
+
+    keep: Tensor  # (steps, layers)
+    timesteps: list[float]
+    flops: float
+    """As a share of dense."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The two images of a request."""
+
+    dense: Any
+    reduced: Any
+    dense_seconds: float
+    seconds: float
+    dense_tflops: float
+    flops: float
+    """Of the reduced one, as a share of dense."""
+    masks: Tensor  # (steps, layers, rows, columns)
+
+    @property
+    def psnr(self) -> float:
+        return psnr(self.reduced, self.dense)
+
+
+class Studio:
+    """A pipeline and a Shiva method for it; one drawing at a time."""
+
+    def __init__(
+        self, pipe: Any, source: ShivaCheckpoint | Shiva = UNTRAINED, guidance: float = 4.0, **arguments: Any
+    ) -> None:
+        config = source.method_config if isinstance(source, ShivaCheckpoint) else source
+        if not isinstance(config, Shiva):
+            raise ValueError(f"a checkpoint of {type(config).__name__} has no budget to drag; pass one of Shiva")
+        self.pipe, self.source, self.guidance, self.arguments = pipe, source, guidance, arguments
+        self._lock = threading.Lock()
+        self._dense: OrderedDict[tuple[str, int, int], Outcome] = OrderedDict()
+        with attach(pipe, source, budget=0.6) as session, session.trace() as trace:
+            pipe(prompt="a", num_inference_steps=STEPS[0], guidance_scale=guidance, **arguments)  # warms up, too
+            self.spec, self.grid, self.cost = session.spec, trace.grid, session.cost_model()
+
+    def method(self, budget: float) -> Method:
+        if isinstance(self.source, ShivaCheckpoint):
+            return self.source.method(budget=budget, flops=None)
+        return options.replace(self.source, {"budget": budget}).build(self.spec)
+
+    def timesteps(self, steps: int) -> list[float]:
+        scheduler = copy.deepcopy(self.pipe.scheduler)
+        try:
+            scheduler.set_timesteps(steps)
+        except ValueError:  # a scheduler that shifts by resolution wants to know it: near enough for a picture
+            return [1000.0 * (1 - step / steps) for step in range(steps)]
+        return scheduler.timesteps.tolist()
+
+    def plan(self, budget: float, steps: int) -> Plan:
+        """The table of ratios, shifted to the budget and resampled to the steps."""
+        timesteps, tokens = self.timesteps(steps), self.grid[0] * self.grid[1]
+        if budget >= 1:
+            return Plan(torch.ones(steps, self.spec.layers), timesteps, 1.0)
+        method = self.method(budget)
+        contexts = [StepContext(grid=self.grid, timestep=t, step=i, steps=steps) for i, t in enumerate(timesteps)]
+        counts = [method.plan(ctx, timesteps) for ctx in contexts]
+        return Plan(torch.tensor(counts) / tokens, timesteps, self.cost.share(counts))
+
+    def draw(self, request: Request) -> Drawn:
+        """Both images, from the same noise. At budget 1 nothing is attached: the reduced image is the dense one."""
+        with self._lock:
+            dense = self._dense_outcome(request)
+            contender = Contender(None) if request.budget >= 1 else self._contender(request.budget)
+            outcome = self._run(request, contender)
+        trace, summary = outcome.trace, outcome.summary
+        every = torch.ones(request.steps, self.spec.layers, *self.grid, dtype=torch.bool)
+        return Drawn(
+            dense=dense.images[0],
+            reduced=outcome.images[0],
+            dense_seconds=dense.median,
+            seconds=outcome.median,
+            dense_tflops=self.cost.dense.true * request.steps / 1e12,
+            flops=1.0 if summary is None else summary.flops_share,
+            masks=every if trace is None else trace.masks(),
+        )
+
+    def _contender(self, budget: float) -> Contender:
+        changes = {"flops": None} if isinstance(self.source, ShivaCheckpoint) else {}
+        return Contender(self.source, {"budget": budget, **changes})
+
+    def _run(self, request: Request, contender: Contender) -> Outcome:
+        return generate(
+            self.pipe,
+            [request.prompt],
+            {"image": contender},
+            steps=request.steps,
+            guidance=self.guidance,
+            seed=request.seed,
+            trace=True,
+            **self.arguments,
+        )["image"]
+
+    def _dense_outcome(self, request: Request) -> Outcome:
+        key = (request.prompt, request.seed, request.steps)
+        if key not in self._dense:
+            self._dense[key] = self._run(request, Contender(None))
+        self._dense.move_to_end(key)
+        while len(self._dense) > REMEMBERED:
+            self._dense.popitem(last=False)
+        return self._dense[key]
