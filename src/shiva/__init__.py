@@ -3,7 +3,21 @@
 from shiva.backbones import Backbone
 from shiva.backbones import register as register_backbone
 from shiva.checkpoint import ShivaCheckpoint
-from shiva.methods import IBTM, SDTM, DiffCR, DyDiT, LapSum, NeuralSort, Shiva, SoftTopK, SparseDiT, ToFu, ToMA, ToMeSD
+from shiva.methods import (
+    IBTM,
+    SDTM,
+    Dense,
+    DiffCR,
+    DyDiT,
+    LapSum,
+    NeuralSort,
+    Shiva,
+    SoftTopK,
+    SparseDiT,
+    ToFu,
+    ToMA,
+    ToMeSD,
+)
 from shiva.modules.schedule import RatioSchedule
 from shiva.session import Session, attach
 
@@ -13,6 +27,7 @@ __all__ = [
     "IBTM",
     "SDTM",
     "Backbone",
+    "Dense",
     "DiffCR",
     "DyDiT",
     "LapSum",

@@ -1,3 +1,4 @@
+from shiva.methods.dense import Dense
 from shiva.methods.diffcr import DiffCR
 from shiva.methods.dydit import DyDiT
 from shiva.methods.ibtm import IBTM
@@ -14,6 +15,7 @@ from shiva.methods.tomesd import ToMeSD
 __all__ = [
     "IBTM",
     "SDTM",
+    "Dense",
     "DiffCR",
     "DyDiT",
     "LapSum",

@@ -10,6 +10,7 @@ from typing import Any
 
 from shiva.core import options
 from shiva.core.method import MethodConfig
+from shiva.training.extends import change_stages, lay_over, read_recipe
 from shiva.training.needs import need
 from shiva.training.sampling import DENSITIES
 from shiva.training.stages import STAGES, Stage, Temperatures
@@ -313,13 +314,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def stages_from(given: Any) -> Any:
     """The three stages with fields changed by name, or a list as it is."""
-    if not isinstance(given, dict):
-        return given
-    known = {stage.name: dataclasses.asdict(stage) for stage in STAGES}
-    for name in given:
-        if name not in known:
-            raise ValueError(options.unknown_key(name, known, "stages"))
-    return [{**values, **given.get(name, {})} for name, values in known.items()]
+    return change_stages([dataclasses.asdict(stage) for stage in STAGES], given) if isinstance(given, dict) else given
 
 
 def recipe_from(values: dict[str, Any]) -> Recipe:
@@ -339,20 +334,16 @@ def recipe_from(values: dict[str, Any]) -> Recipe:
 
 def load_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
     """Read a recipe file; each change is `section.option=value`, the value in YAML."""
-    if not path.exists():
-        raise FileNotFoundError(f"there is no recipe at {path}; see the recipes/ folder for examples")
-    values = need("yaml").safe_load(path.read_text()) or {}
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds a {type(values).__name__}; a recipe is a mapping")
-    for change in changes:
-        key, equals, text = change.partition("=")
-        if not equals:
-            raise ValueError(f"--set {change!r} has no value; write section.option=value")
-        nested: Any = need("yaml").safe_load(text)
-        for part in reversed(key.split(".")):
-            nested = {part: nested}
-        values = merge(values, nested)
+    values = read_recipe(path)
     try:
+        for change in changes:
+            key, equals, text = change.partition("=")
+            if not equals:
+                raise ValueError(f"--set {change!r} has no value; write section.option=value")
+            nested: Any = need("yaml").safe_load(text)
+            for part in reversed(key.split(".")):
+                nested = {part: nested}
+            values = lay_over(values, nested)
         return recipe_from(values)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
