@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from shiva.measure.command import bench
+from shiva.measure.evaluation.command import evaluate
 from shiva.report.command import generate
 from shiva.report.demo import demo
 from shiva.report.report import report
@@ -17,6 +18,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.command()(demo)
 app.command()(generate)
 app.command()(train)
+app.command(name="eval")(evaluate)
 app.command()(validate)
 app.command()(report)
 app.command()(serve)

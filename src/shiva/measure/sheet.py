@@ -64,7 +64,7 @@ def publish(
     sheets: list[Sheet],
     results: Any,
     settings: dict[str, Any],
-    draw: Callable[[dict[str, Any], Path], None],
+    draw: Callable[[dict[str, Any], Path], None] = lambda document, path: None,
     console: Console | None = None,
 ) -> Path:
     """Print the tables, write `<name>.json` with the environment, and draw `<name>.png` beside it."""

@@ -67,8 +67,8 @@ class EfficientNetLite0:
         return torch.stack([(a - b).square().sum(1).mean((1, 2)) for a, b in halves]).mean(0)
 
 
-def features(pictures: Pictures, tools: Tools) -> Tensor:
-    """(M, 1280) of a set; computed once for as long as the set is looked at."""
+def features(subject: Subject, tools: Tools) -> tuple[Tensor, Tensor]:
+    """(M, 1280) of the images, and of the real ones, which several subjects have in common."""
 
     def load() -> EfficientNetLite0:
         try:
@@ -76,23 +76,23 @@ def features(pictures: Pictures, tools: Tools) -> Tensor:
         except ImportError as error:
             raise MissingWeights(str(error)) from error
 
-    network = tools.once("efficientnet", load)
-    known: dict[int, Tensor] = tools.once("efficientnet features", dict)
-    if id(pictures) not in known:
-        known[id(pictures)] = torch.cat([network(batch * 2 - 1) for batch in pictures.batches()])
-        tools.once(("held", id(pictures)), lambda: pictures)  # so that its id is not given to another set
-    return known[id(pictures)]
+    def read(pictures: Pictures) -> Tensor:
+        return torch.cat([network(batch * 2 - 1) for batch in pictures.batches()])
+
+    network, reference = tools.once("efficientnet", load), subject.reference
+    assert reference is not None
+    # the set itself is kept with its features, so that its id stays its own
+    real, _ = tools.once(("efficientnet", id(reference)), lambda: (read(reference), reference))
+    return subject.once("efficientnet", lambda: read(subject.images)), real
 
 
 @metric("frechet", "Fréchet (Lite0)", needs="reference", higher=False, weights=WEIGHTS, each=False)
 def frechet(subject: Subject, tools: Tools) -> float:
     """Fréchet distance to the real images on EfficientNet-Lite0 features; not FID."""
-    assert subject.reference is not None
-    return frechet_distance(features(subject.images, tools), features(subject.reference, tools))
+    return frechet_distance(*features(subject, tools))
 
 
 @metric("kernel", "kernel (Lite0)", needs="reference", higher=False, weights=WEIGHTS, each=False)
 def kernel(subject: Subject, tools: Tools) -> float:
     """Kernel distance (unbiased, cubic) to the real images on EfficientNet-Lite0 features; not KID."""
-    assert subject.reference is not None
-    return kernel_distance(features(subject.images, tools), features(subject.reference, tools))
+    return kernel_distance(*features(subject, tools))

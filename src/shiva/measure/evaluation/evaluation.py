@@ -1,0 +1,122 @@
+"""An evaluation at work: runs, their scores and costs, each measured once and kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shiva.measure.evaluation.cost import Cost, Prices, latency, read_cache, write_cache
+from shiva.measure.evaluation.lineup import DENSE, Lineup, slug
+from shiva.measure.evaluation.run import Run, Settings
+from shiva.measure.evaluation.workers import Workers
+from shiva.measure.prompts import PromptSet
+from shiva.measure.quality import METRICS, Metric, Score, Subject, Tools, measure
+
+
+@dataclass
+class Evaluation:
+    """What the protocols share."""
+
+    lineup: Lineup
+    folder: Path
+    settings: Settings
+    prompts: PromptSet
+    held_out: PromptSet | None
+    """Prompts that were not trained on."""
+    metrics: list[Metric]
+    tools: Tools
+    workers: Workers
+    pipe: Callable[[], Any]
+    seeds: tuple[int, ...] = (0,)
+    rounds: int = 5
+    """Turns of the latency measurement; 0 leaves it out."""
+    probes: int = 4
+    """Prompts on whose dense runs FLOPs and one-step errors are measured."""
+    target: float | None = None
+    """Share of dense FLOPs that `matched` aims at; None takes its cast's first contender's."""
+    progress: Callable[[str], None] = lambda text: None
+    missing: dict[str, str] = field(default_factory=dict)
+    """Metrics that could not be measured, and why."""
+    _runs: dict[str, Run] = field(default_factory=dict)
+    _prices: dict[tuple[Path, int], Prices] = field(default_factory=dict)
+
+    # -- runs ----------------------------------------------------------------------------------------
+
+    def run(self, variant: str = "", prompts: PromptSet | None = None, **changes: Any) -> Run:
+        """The main run, or one under other prompts or settings in a folder of its own."""
+        if variant not in self._runs:
+            folder = self.folder / "runs" / variant if variant else self.folder
+            settings = dataclasses.replace(self.settings, **changes)
+            self._runs[variant] = Run(folder, settings, prompts or self.prompts, self.lineup.contenders, self.pipe)
+        return self._runs[variant]
+
+    def generate(self, run: Run, names: Sequence[str], seeds: Sequence[int]) -> list[str]:
+        """Make what is missing of these contenders and of dense; those that are whole, in their order."""
+
+        def tell(name: str, done: int, total: int) -> None:
+            self.progress(f"{name}: image {done} of {total}")
+
+        wanted = list(dict.fromkeys([*([DENSE] if DENSE in run.contenders else []), *names]))
+        whole = run.generate(wanted, seeds, self.workers, tell)
+        return [name for name in names if name in whole]
+
+    # -- scores --------------------------------------------------------------------------------------
+
+    def scores(self, run: Run, name: str, seed: int) -> dict[str, Score]:
+        """Every metric of a contender's images at a seed; measured once, then read."""
+        has_dense = DENSE in run.contenders and not run.missing(DENSE, seed)
+        against = DENSE if has_dense and name != DENSE else None
+        path = run.folder / "scores" / slug(name) / f"{seed}.json"
+        key = run.key(name, *([DENSE] if has_dense else []))
+        known: dict[str, Any] = read_cache(path, key) or {}
+        wanted = [m for m in self.metrics if m.needs != "dense" or against]
+        fresh = [m for m in wanted if known.get(m.name, {}).get("source", "absent") != self._source(m)]
+        if fresh:
+            self.progress(f"{name}: measuring at seed {seed}")
+            subject = Subject(
+                images=run.pictures(name, seed),
+                prompts=run.prompts.texts,
+                labels=run.prompts.labels,
+                dense=run.pictures(against, seed) if against else None,
+                reference=run.reference,
+            )
+            found, missing = measure(fresh, subject, self.tools)
+            self.missing |= missing
+            if found:
+                known |= {n: {**asdict(score), "source": self._source(METRICS[n])} for n, score in found.items()}
+                write_cache(path, key, known)
+        names = [m.name for m in wanted if m.name in known and m.name not in self.missing]
+        return {n: Score(known[n]["value"], known[n]["each"]) for n in names}
+
+    def _source(self, metric: Metric) -> str | None:
+        """The weights that a figure rests on, where the user chose them."""
+        chosen = {"clip": self.tools.clip, "clip_iqa": self.tools.clip, "fid": self.tools.inception}
+        found = chosen.get(metric.name, self.tools.reward if metric.name == "image_reward" else None)
+        return None if found is None else str(found)
+
+    def means(self, run: Run, name: str, seeds: Sequence[int]) -> dict[str, float]:
+        """Every metric, as the mean over seeds."""
+        every = [self.scores(run, name, seed) for seed in seeds]
+        return {metric: sum(scores[metric].value for scores in every) / len(every) for metric in every[0]}
+
+    # -- costs ---------------------------------------------------------------------------------------
+
+    def prices(self, run: Run, probes: int | None = None) -> Prices:
+        key = (run.folder, probes or self.probes)
+        if key not in self._prices:
+            self._prices[key] = Prices(run, key[1], self.seeds[0])
+        return self._prices[key]
+
+    def cost(self, run: Run, name: str) -> Cost:
+        self.progress(f"{name}: FLOPs and one-step error")
+        return self.prices(run).of(name)
+
+    def ratios(self, run: Run, names: Sequence[str]) -> dict[str, float]:
+        """Time of each contender over dense's, where it is measured."""
+        if self.rounds < 1 or DENSE not in run.contenders:
+            return {}
+        in_turns = list(dict.fromkeys([DENSE, *names]))
+        return latency(run, in_turns, self.rounds, lambda name: self.progress(f"timing in turns: {name}"))

@@ -1,0 +1,245 @@
+"""A folder of generated images: what they were made with, which are still missing, and making those.
+
+<folder>/run.json                              settings, prompts, contenders, environment
+<folder>/images/<contender>/<seed>/<index>.png
+<folder>/scores/<contender>/<seed>.json        what was measured on them; may be deleted at any time
+<folder>/tables/<protocol>.json
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shiva.checkpoint import write_atomically
+from shiva.measure.environment import environment
+from shiva.measure.evaluation.lineup import Contender, slug
+from shiva.measure.evaluation.workers import Workers
+from shiva.measure.prompts import PromptSet
+from shiva.measure.quality import Pictures
+from shiva.measure.quality.base import decode
+
+SKIPPABLE = (ValueError, TypeError, ImportError, FileNotFoundError)
+"""What a contender may raise that cannot run here; the others go on."""
+
+
+class OtherImages(ValueError):
+    """The folder holds images of the same name that were made otherwise."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that decides an image beside its prompt, its seed and its contender."""
+
+    model: str
+    weights: str | None
+    """Fingerprint of a local model's weights."""
+    steps: int
+    guidance: float
+    height: int | None = None
+    width: int | None = None
+    batch: int = 1
+    """Prompts a call; some methods share choices over a batch, so it is part of the settings."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One call of the pipeline: some prompts under one contender and seed."""
+
+    name: str
+    seed: int
+    indices: tuple[int, ...]
+
+
+def noise_seed(seed: int, index: int) -> int:
+    """The seed of an image's noise: the same for every contender, another for every seed and prompt."""
+    return (seed << 32) + index
+
+
+class Run:
+    """Images of several contenders under the same settings."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: Settings,
+        prompts: PromptSet,
+        contenders: Mapping[str, Contender],
+        pipe: Callable[[], Any],
+    ) -> None:
+        self.folder, self.settings, self.prompts, self.pipe = folder, settings, prompts, pipe
+        self.contenders = dict(contenders)
+        self.skipped: dict[str, str] = {}
+        self._configs: dict[str, dict[str, Any]] = {}
+
+    # -- what is there -------------------------------------------------------------------------------
+
+    def path(self, name: str, seed: int, index: int) -> Path:
+        return self.folder / "images" / slug(name) / str(seed) / f"{index:05d}.png"
+
+    def pictures(self, name: str, seed: int) -> Pictures:
+        return Pictures.files([self.path(name, seed, index) for index in range(len(self.prompts))])
+
+    @functools.cached_property
+    def reference(self) -> Pictures | None:
+        """The real images of the prompts."""
+        read = self.prompts.image
+        if read is None:
+            return None
+        return Pictures(lambda index: decode(read(self.prompts.prompts[index])), len(self.prompts))
+
+    def missing(self, name: str, seed: int) -> list[Chunk]:
+        """Calls of which at least one image is not on disk yet."""
+        size = self.settings.batch
+        starts = range(0, len(self.prompts), size)
+        chunks = [tuple(range(start, min(start + size, len(self.prompts)))) for start in starts]
+        return [
+            Chunk(name, seed, chunk)
+            for chunk in chunks
+            if not all(self.path(name, seed, index).is_file() for index in chunk)
+        ]
+
+    def config(self, name: str) -> dict[str, Any]:
+        if name not in self._configs:
+            self._configs[name] = self.contenders[name].config()
+        return self._configs[name]
+
+    def key(self, *names: str) -> str:
+        """Of all that decides the images of these contenders: a cached figure under another key is stale."""
+        told = [asdict(self.settings), [asdict(p) for p in self.prompts.prompts], [self.config(n) for n in names]]
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+    # -- the manifest --------------------------------------------------------------------------------
+
+    def claim(self, names: Sequence[str], seeds: Sequence[int], write: bool) -> list[str]:
+        """The contenders that can be resolved, after making sure the folder's images are of this very kind.
+
+        Images under the same name but other settings are an error, never silently mixed or made anew.
+        """
+        able = []
+        for name in names:
+            try:
+                self.config(name)
+                able.append(name)
+            except SKIPPABLE as error:
+                self.skipped[name] = str(error)
+        path = self.folder / "run.json"
+        known: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        if known:
+            self._compare(known, able)
+        if write:
+            entries = {n: {"slug": slug(n), **self._entry(n)} for n in able}
+            manifest = {
+                "settings": {**asdict(self.settings), "prompts": self.prompts.name},
+                "seeds": sorted({*known.get("seeds", []), *seeds}),
+                "prompts": [asdict(prompt) for prompt in self.prompts.prompts],
+                "contenders": {**known.get("contenders", {}), **entries},
+                "skipped": self.skipped,
+                "environment": environment(),
+            }
+            write_atomically(path, json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
+        return able
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        contender = self.contenders[name]
+        return {"config": self.config(name), "checkpoint": contender.checkpoint, "paper": contender.paper}
+
+    def _compare(self, known: dict[str, Any], names: Sequence[str]) -> None:
+        asked = json.loads(json.dumps({**asdict(self.settings), "prompts": self.prompts.name}))
+        changed = differences(known["settings"], asked)
+        if not changed and known["prompts"] != [asdict(prompt) for prompt in self.prompts.prompts]:
+            changed = [f"{len(self.prompts)} prompts, not the same as the {len(known['prompts'])} there"]
+        if changed:
+            raise OtherImages(
+                f"{self.folder} holds images made with other settings: {'; '.join(changed)}; "
+                "pass another --output, or delete the folder"
+            )
+        for name in names:
+            before = known["contenders"].get(name)
+            folder = self.folder / "images" / slug(name)
+            if before is None or not any(folder.glob("*/*.png")):
+                continue
+            changed = differences(before["config"], json.loads(json.dumps(self.config(name))))
+            if changed:
+                raise OtherImages(
+                    f"{folder} holds images of {name!r} made otherwise: {'; '.join(changed)}; "
+                    "give the contender another name, or delete that folder"
+                )
+
+    # -- generating ----------------------------------------------------------------------------------
+
+    def draw(self, pipe: Any, seed: int, indices: Sequence[int], **more: Any) -> Any:
+        """One call of the pipeline, as every image of the run is made."""
+        settings = self.settings
+        size = {"height": settings.height, "width": settings.width}
+        return pipe(
+            prompt=[self.prompts.prompts[index].text for index in indices],
+            num_inference_steps=settings.steps,
+            guidance_scale=settings.guidance,
+            generator=[torch.Generator().manual_seed(noise_seed(seed, index)) for index in indices],
+            **{name: value for name, value in size.items() if value is not None},
+            **settings.arguments,
+            **more,
+        ).images
+
+    def generate(
+        self,
+        names: Sequence[str],
+        seeds: Sequence[int],
+        workers: Workers,
+        progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    ) -> list[str]:
+        """Make what is missing, this process its share; the contenders that have all their images in the end.
+
+        `progress` is told the contender, and the images made and asked for in this process.
+        """
+        able = self.claim(names, seeds, workers.main)
+        todo = [chunk for name in able for seed in seeds for chunk in self.missing(name, seed)]
+        workers.wait()  # every process has listed what is missing before one makes any of it
+        mine = workers.share(todo)
+        total, done = sum(len(chunk.indices) for chunk in mine), 0
+        for name in dict.fromkeys(chunk.name for chunk in mine):
+            chunks = [chunk for chunk in mine if chunk.name == name]
+            try:
+                with self.contenders[name].attached(self.pipe()):
+                    for chunk in chunks:
+                        self._make(chunk)
+                        done += len(chunk.indices)
+                        progress(name, done, total)
+            except SKIPPABLE as error:
+                self.skipped[name] = str(error)
+        workers.wait()
+        whole = [name for name in able if not any(self.missing(name, seed) for seed in seeds)]
+        for name in able:
+            if name not in whole:
+                self.skipped.setdefault(name, "another process could not run it; see its output")
+        return whole
+
+    def _make(self, chunk: Chunk) -> None:
+        for index, image in zip(chunk.indices, self.draw(self.pipe(), chunk.seed, chunk.indices), strict=True):
+            path = self.path(chunk.name, chunk.seed, index)
+            if not path.is_file():
+                buffer = io.BytesIO()
+                image.save(buffer, "PNG")
+                write_atomically(path, buffer.getvalue())
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], inside: str = "") -> list[str]:
+    """What changed between two mappings, each as `name is this, was that`."""
+    found: list[str] = []
+    for name in [*before, *(key for key in now if key not in before)]:
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += differences(old, new, f"{inside}{name}.")
+        elif old != new:
+            found.append(f"{inside}{name} is {new}, was {old}")
+    return found
