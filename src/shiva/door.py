@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -54,3 +56,21 @@ def refuse_conflicts(target: Any, transformer: nn.Module) -> None:
                     f"{REFUSED_HOOKS[hook]} caches attention outputs at {name or 'the transformer'}, which go "
                     "wrong when the kept tokens change; call transformer.disable_cache() first"
                 )
+
+
+@contextlib.contextmanager
+def caches_off(transformer: nn.Module) -> Iterator[None]:
+    """Block-level caches taken off for a while: pricing calls blocks at other lengths, which a cache must not see."""
+    taken = []
+    for module in transformer.modules():
+        registry: Any = getattr(module, "_diffusers_hook", None)
+        for name in reversed(getattr(registry, "hooks", {}).copy()):
+            if name not in INNER_CACHES:
+                break
+            taken.append((registry, name, registry.hooks[name]))
+            registry.remove_hook(name, recurse=False)
+    try:
+        yield
+    finally:
+        for registry, name, hook in reversed(taken):
+            registry.register_hook(hook, name)

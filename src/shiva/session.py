@@ -22,7 +22,7 @@ from shiva.core.cost import ZERO, CostModel, Flops, SiteCost, count
 from shiva.core.method import Method, MethodConfig
 from shiva.core.reduction import Reduction, Streams
 from shiva.core.trace import Trace
-from shiva.door import HOOK, refuse_conflicts, transformer_of
+from shiva.door import HOOK, caches_off, refuse_conflicts, transformer_of
 from shiva.pricing import meta_call, site_cost, tensor_bytes, to_meta
 from shiva.runs import RunTracker, read_timestep
 from shiva.summary import StepRecord, Summary
@@ -333,7 +333,7 @@ class Session:
         shapes = StepContext(grid=(0, 0), timestep=0.0, text_tokens=text_tokens)
         self._probe = {}
         try:
-            with self.disabled():
+            with self.disabled(), caches_off(self.transformer):
                 dense = count(lambda: meta_call(self.transformer, **example))
                 costs = {site.name: site_cost(site, self._probe[site.name], shapes) for site in sites}
         finally:
@@ -355,6 +355,7 @@ class Session:
             costs=costs,
             dense=dense,
             seconds=self.phases(),
+            outside=ZERO if all(step.kept for step in self.stats) else self.cost_model().outside,
             cached_bytes=0 if self.ctx is None else tensor_bytes(self.ctx.run),
         )
 

@@ -38,6 +38,8 @@ class Summary:
     dense: Flops
     """FLOPs of one dense call."""
     seconds: dict[str, float]
+    outside: Flops = ZERO
+    """FLOPs of a call whose blocks a whole-step cache left out."""
     cached_bytes: int = 0
     """Memory of what the method carries from step to step."""
 
@@ -50,7 +52,7 @@ class Summary:
         )
 
     def step_flops(self) -> list[Flops]:
-        return [self.dense - self._saved(step) for step in self.steps]
+        return [self.dense - self._saved(step) if step.kept else self.outside for step in self.steps]
 
     @property
     def flops(self) -> Flops:
