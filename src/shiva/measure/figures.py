@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from shiva.measure.style import OTHER, QUIET, SHIVA, colour, plot, save
 
 
 def title_of(document: dict[str, Any], index: int = 0) -> str:
-    return document["tables"][index]["title"]
+    return textwrap.fill(document["tables"][index]["title"], 72)
 
 
 def draw_step(document: dict[str, Any], path: Path) -> None:

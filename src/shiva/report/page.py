@@ -33,7 +33,8 @@ thead th { background: var(--soft); vertical-align: bottom; } .number { text-ali
 tr.shiva td:first-child { color: var(--shiva); font-weight: 600; } .paper { color: var(--dim); }
 .note, figcaption, footer { color: var(--dim); font-size: .85rem; }
 figure { margin: 0; } img { display: block; max-width: 100%; height: auto; }
-.plot { margin: 1rem 0; } .plot img { border-radius: 6px; }
+.plot { display: inline-block; vertical-align: top; max-width: min(100%, 46rem); margin: .6rem 1.2rem .6rem 0; }
+.plot img { border-radius: 6px; }
 .gallery { margin-top: .5rem; }
 .controls { display: flex; flex-wrap: wrap; gap: .5rem; align-items: center; padding: .5rem 0; }
 .controls[hidden], .shot[hidden] { display: none; }

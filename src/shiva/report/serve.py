@@ -22,7 +22,10 @@ SIDE = 384
 WAITING = 16
 """Requests in the queue; more are turned away."""
 SYSTEM_FONTS = ("system-ui", "sans-serif")
-CSS = "footer { display: none !important; } #figures table { width: 100%; }"
+CSS = """
+footer { display: none !important; }
+#figures table { width: 100%; } #figures th, #figures td { border-color: #8886 !important; }
+"""
 
 
 def serve(
@@ -170,8 +173,12 @@ def show_plan(studio: Studio, budget: Any, steps: Any) -> tuple[Any, str]:
 
     request = Request.read("any", 0, steps, budget)
     plan = studio.plan(request.budget, request.steps)
-    drawn = Image.open(io.BytesIO(encode(figures.schedule_map(plan.keep, plan.timesteps), dpi=110)))
-    return drawn, f"Planned: {plan.flops:.1%} of dense FLOPs, so at most {1 / plan.flops:.2f}x faster."
+    drawn = Image.open(io.BytesIO(encode(figures.schedule_map(plan.keep, plan.timesteps, title=""), dpi=110)))
+    return drawn, f"Planned: {plan.flops:.1%} of dense FLOPs, which allows a speed-up of {1 / plan.flops:.2f}x."
+
+
+def flops(tera: float) -> str:
+    return f"{tera:.3g} T" if tera >= 1 else f"{1e3 * tera:.3g} G"
 
 
 def tell(result: Drawn) -> str:
@@ -182,8 +189,8 @@ def tell(result: Drawn) -> str:
             "| | dense | reduced | |",
             "|---|---|---|---|",
             f"| time | {result.dense_seconds:.2f} s | {result.seconds:.2f} s | "
-            f"{result.dense_seconds / result.seconds:.2f}x faster |",
-            f"| TFLOPs | {result.dense_tflops:.3g} | {result.dense_tflops * result.flops:.3g} | "
+            f"speed-up {result.dense_seconds / result.seconds:.2f}x |",
+            f"| FLOPs | {flops(result.dense_tflops)} | {flops(result.dense_tflops * result.flops)} | "
             f"{result.flops:.1%} of dense |",
             f"| PSNR to dense | | {'identical' if same else f'{result.psnr:.1f} dB'} | |",
         )
