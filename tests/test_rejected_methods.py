@@ -113,3 +113,19 @@ def test_a_whole_step_cache_around_a_session_is_priced_and_leaves_nothing_behind
         assert sum(skipped) >= 3, "retention and three skips a time"
         assert share < 0.6
         assert torch.equal(tiny.image(pipe, steps=6), dense)
+
+
+def test_a_step_with_cached_updates_and_age_has_no_open_shape() -> None:
+    """A whole step is traced, cache and ages included, and every shape in it is a number."""
+    model = make_sd3()
+    config = shiva.Shiva(budget=0.5, rejected="cached", signals=("time", "prompt", "layer", "age"), age=0.5)
+    with shiva.attach(model, config) as session, torch.no_grad():
+        model(**call_sd3(2, 4, 4, timestep=700.0))
+        call = call_sd3(2, 4, 4, timestep=500.0)
+        program = session.program(**call)
+        assert program.ctx.counts[1] == N // 2
+        exported = torch.export.export(program, (), kwargs={**call, "return_dict": False})
+    values = [node.meta.get("val") for node in exported.graph.nodes]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    assert len(tensors) > 50
+    assert all(isinstance(size, int) for tensor in tensors for size in tensor.shape)
