@@ -1,110 +1,198 @@
 """Beyond the paper: what a rejected token gets, over whole sampling runs of the embedded model.
 
-    python -m experiments.rejected_tokens --model models/emoji [--checkpoint models/shiva/60]
+    python -m experiments.rejected_tokens [--checkpoint models/shiva/60] [--aged models/shiva/60-cached]
+    python -m experiments.rejected_tokens --table results/validate/rejected_tokens.json
 
-Every contender runs the same prompts, noise, steps and guidance; the figure is the PSNR of its final images to the
-dense run's, against the true FLOPs of the whole run (dense first step included, the method's own products not). A
-budget is the mean keep over all steps of the reduced layers, so a cache pays for its dense first step out of the
-others. Without a checkpoint there is no trained router to rank by, and none is shown.
+Every contender runs the same prompts, noise, steps and guidance. PSNR and LPIPS are distances of its final images to
+the dense run's of as many steps; the text-image score and the Fréchet distance (EfficientNet-Lite0, not FID) are held
+against the prompts and the real images. FLOPs are the true ones of the whole run as a share of dense, its dense first
+step included, the method's own products not. A budget is the mean keep over all steps of the reduced layers, so a
+cache pays for its dense first step out of the others. Without a checkpoint there is no trained router to rank by.
+
+Each finished contender is kept under `--state`; the same command continues after a kill.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import shiva
-from experiments.common import Claim, Result, main
-from shiva.measure.generate import Contender, generate, load_pipeline, psnr
+from experiments.common import ROOT, Claim, Result, main, progress
+from experiments.rejected_grid import Runner, Setting, described, others, selectors, short_runs, whole_step
+from shiva.measure.compose import add_cache
+from shiva.measure.generate import load_pipeline
+from shiva.measure.prompts import read_prompts
 
-KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
-PROMPTS = (
-    "red apple", "pizza", "dog face", "octopus", "sunflower", "rocket", "castle", "guitar", "soccer ball", "crown",
-    "light bulb", "robot", "ghost", "check mark", "smiling face with sunglasses", "rainbow",
-)  # fmt: skip
-REJECTED = ("identity", "near", "cached")
-
-
-def contenders(checkpoint: Path | None, keeps: Sequence[float]) -> dict[str, Contender]:
-    """Rejected x ranking at every keep, and the methods a user would compare with."""
-    rankings: dict[str, dict[str, Any]] = {"random": {"score": "random"}, "oldest": {"score": "age"}}
-    if checkpoint is not None:
-        rankings |= {"router": {}, "router + age": {"age": 0.5}}
-    found = {"dense": Contender(None)}
-    for rejected in REJECTED:
-        for ranking, options in rankings.items():
-            if ranking in ("oldest", "router + age") and rejected != "cached":
-                continue
-            for keep in keeps:
-                chosen = {**options, "rejected": rejected, "budget": keep}
-                source = shiva.Shiva(**chosen) if checkpoint is None else checkpoint
-                found[f"{rejected}, {ranking}, {keep:g}"] = Contender(source, {} if checkpoint is None else chosen)
-    for ratio in (0.25, 0.5):
-        found[f"ToMeSD, attention, {1 - ratio:g}"] = Contender(shiva.ToMeSD(ratio=ratio))
-    found["SDTM, release, 0.7"] = Contender(shiva.SDTM.preset("release"))
-    return found
+KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+SHORT = (4, 6, 8, 16, 25)
+PARTS = ("selectors", "others", "whole-step", "short")
+LABELS = ROOT / "recipes" / "emoji" / "data" / "fluent-emoji-64.parquet"
+COLUMNS = {
+    "flops_share": "FLOPs",
+    "psnr": "PSNR to dense, dB",
+    "lpips": "LPIPS to dense",
+    "text_image": "text-image",
+    "frechet": "Fréchet (Lite0)",
+    "seconds": "s an image",
+    "cached_mib": "cache, MiB",
+}
 
 
 def run(
-    model: Path = Path("models/emoji"),
+    model: Path = ROOT / "models" / "emoji",
     checkpoint: Path | None = None,
-    seeds: Sequence[int] = range(2),
+    aged: Path | None = None,
+    keeps: Sequence[float] = KEEPS,
+    prompts: int = 32,
+    seeds: int = 5,
     steps: int = 25,
+    short: Sequence[int] = SHORT,
     guidance: float = 4.0,
+    parts: Sequence[str] = PARTS,
+    state: Path = ROOT / "outputs" / "rejected_tokens",
     quick: bool = False,
 ) -> Result:
-    keeps, prompts, seeds = (KEEPS[1::2], PROMPTS[:4], list(seeds)[:1]) if quick else (KEEPS, PROMPTS, list(seeds))
+    if quick:
+        keeps, prompts, seeds, steps, short = (0.6,), 2, 1, 6, (4,)
     pipe = load_pipeline(model, text_encoder_3=None, tokenizer_3=None)
-    points: dict[str, dict[str, list[float]]] = {}
-    for seed in seeds:
-        outcomes = generate(
-            pipe,
-            prompts,
-            contenders(checkpoint, keeps),
-            steps=steps,
-            guidance=guidance,
-            seed=1000 * seed,
-            max_sequence_length=0,
-        )
-        dense = outcomes["dense"]
-        for name, outcome in outcomes.items():
-            if outcome.summary is None:
-                continue
-            distances = [psnr(a, b) for a, b in zip(outcome.images, dense.images, strict=True)]
-            point = points.setdefault(name, {"psnr": [], "flops_share": [], "cached_mib": []})
-            point["psnr"].append(sum(distances) / len(distances))
-            point["flops_share"].append(outcome.summary.flops_share)
-            point["cached_mib"].append(outcome.summary.cached_bytes / 2**20)
-    means = {name: {key: sum(v) / len(v) for key, v in point.items()} for name, point in points.items()}
-    closeness = {name: point["psnr"] for name, point in means.items()}
-    gains = {k: closeness[f"cached, random, {k:g}"] - closeness[f"identity, random, {k:g}"] for k in keeps}
-    claim = Claim(
-        claim="a rejected token's own last update keeps a run closer to dense than the identity, at the same budget",
-        paper="named as open",
-        ours=", ".join(f"{gain:+.1f} dB at keep {keep:g}" for keep, gain in gains.items()),
-        verdict="not in the paper",
-        sentence=f"Random choice, {len(prompts)} prompts, {len(seeds)} seeds, {steps} steps; closeness, not quality.",
+    setting = Setting(model, read_prompts(LABELS).limited(prompts), tuple(range(seeds)), guidance, state)
+    runner = Runner(pipe, setting)
+    points = []
+    if "selectors" in parts:
+        points += selectors(checkpoint, aged, keeps, steps)
+    if "others" in parts:
+        points += others(steps)
+    if "whole-step" in parts:
+        points += whole_step(runner.dense(steps)["ratios"].tolist(), steps)
+    few = short_runs(short) if "short" in parts else []
+    measured = [runner.measure(point) for point in progress(points, "whole runs")]
+    lengths = [runner.measure(point) for point in progress(few, "short runs")]
+    refused = {}
+    try:
+        add_cache(pipe.transformer, 0.1)
+    except TypeError as error:
+        refused["FirstBlockCache"] = str(error)
+    details = {
+        **described(setting),
+        "steps": steps,
+        "points": measured,
+        "short": lengths,
+        "refused": refused,
+        "front": pareto(measured),
+    }
+    sentence = (
+        f"{prompts} prompts of all groups, {seeds} seeds, {steps} steps, guidance {guidance:g}; PSNR to dense is "
+        "closeness, not quality."
     )
-    details = {"points": means, "per_seed": points, "steps": steps, "guidance": guidance, "prompts": list(prompts)}
-    return Result("rejected_tokens", "What a rejected token gets", (claim,), details)
+    return Result("rejected_tokens", "What a rejected token gets", tuple(claims(measured, lengths, sentence)), details)
+
+
+def pareto(points: Sequence[dict[str, Any]]) -> list[str]:
+    """Names of the contenders that no other beats in both FLOPs and PSNR, by FLOPs."""
+    front, best = [], float("-inf")
+    for point in sorted(points, key=lambda p: (p["flops_share"], -p["psnr"])):
+        if point["psnr"] > best:
+            front.append(point["name"])
+            best = point["psnr"]
+    return front
+
+
+def best_within(points: Sequence[dict[str, Any]], series: str, flops: float) -> dict[str, Any] | None:
+    """The closest to dense of the series that begin so, at no more FLOPs."""
+    found = [p for p in points if p["series"].startswith(series) and p["flops_share"] <= flops + 1e-3]
+    return max(found, key=lambda p: p["psnr"], default=None)
+
+
+def claims(points: Sequence[dict[str, Any]], lengths: Sequence[dict[str, Any]], sentence: str) -> list[Claim]:
+    named = {point["name"]: point for point in points}
+    found = []
+
+    def add(claim: str, parts: Sequence[str], paper: str = "named as open") -> None:
+        if parts:
+            found.append(Claim(claim, paper, ", ".join(parts), "not in the paper", sentence))
+
+    same = [p for p in points if p["series"] == "identity, random"]
+    gains = [(p["keep"], named[f"cached, random, {p['keep']:g}"]["psnr"] - p["psnr"]) for p in same]
+    add(
+        "a rejected token's own last update keeps a run closer to dense than the identity, at the same budget",
+        [f"{gain:+.1f} dB at keep {keep:g}" for keep, gain in gains],
+    )
+    margins = []
+    for point in (p for p in points if p["series"] == "identity, router"):
+        rival = best_within(points, "cached", point["flops_share"])
+        if rival is not None:
+            margins.append(f"{rival['psnr'] - point['psnr']:+.1f} dB at keep {point['keep']:g} ({rival['name']})")
+    add("cached updates at the best selection against the paper's identity with its router, at no more FLOPs", margins)
+    rivals = []
+    for point in (p for p in points if p["series"].startswith("MagCache")):
+        rival = best_within(points, "cached, random", point["flops_share"])
+        if rival is not None:
+            rivals.append(f"{rival['psnr'] - point['psnr']:+.1f} dB beside {point['series']} ({rival['name']})")
+    add("cached updates against a whole-step cache, at no more FLOPs", rivals, "caching is future work")
+    by_steps: dict[int, dict[str, float]] = {}
+    for point in lengths:
+        by_steps.setdefault(point["steps"], {})[point["series"].split(",")[0]] = point["psnr"]
+    add(
+        "what suits short runs, at keep 0.6",
+        [
+            f"{n} steps: " + ", ".join(f"{kind} {value:.1f} dB" for kind, value in kinds.items())
+            for n, kinds in sorted(by_steps.items())
+        ],
+    )
+    return found
+
+
+def table(details: dict[str, Any]) -> str:
+    """All contenders in Markdown; the Pareto front in bold."""
+    front = set(details["front"])
+    lines = ["| contender | steps | " + " | ".join(COLUMNS.values()) + " |", "|---" * (2 + len(COLUMNS)) + "|"]
+    for point in [*details["points"], *details["short"]]:
+        cells = ["–" if point.get(key) is None else f"{point[key]:.3g}" for key in COLUMNS]
+        on_front = point["name"] in front and point["steps"] == details["steps"]
+        name = f"**{point['name']}**" if on_front else point["name"]
+        lines.append(f"| {name} | {point['steps']} | " + " | ".join(cells) + " |")
+    lines += [f"| {name} | | refused: {reason} |" for name, reason in details["refused"].items()]
+    return "\n".join(lines)
 
 
 def draw(result: Result, axes: Any) -> None:
     series: dict[str, list[tuple[float, float]]] = {}
-    for name, point in result.details["points"].items():
-        method, ranking, _ = name.split(", ")
-        series.setdefault(f"{method}, {ranking}", []).append((point["flops_share"], point["psnr"]))
+    for point in result.details["points"]:
+        name = "MagCache" if point["series"].startswith("MagCache") else point["series"]
+        series.setdefault(name, []).append((point["flops_share"], point["psnr"]))
+    dashes = {"identity": ":", "near": "--"}
     for name, points in series.items():
         xs, ys = zip(*sorted(points), strict=True)
-        axes.plot(xs, ys, marker="o", markersize=3, label=name)
+        style = dashes.get(name.split(",")[0], "-")
+        axes.plot(xs, ys, marker="o", markersize=3, linestyle=style, label=name)
+    front = [p for p in result.details["points"] if p["name"] in result.details["front"]]
+    edge = sorted((p["flops_share"], p["psnr"]) for p in front)
+    axes.step(*zip(*edge, strict=True), where="post", color="#999999", linewidth=4, alpha=0.4, label="Pareto front")
     axes.set(xlabel="true FLOPs of the run, share of dense", ylabel="PSNR to dense, dB")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=5)
+
+
+def numbers(kind: type) -> Any:
+    return lambda text: tuple(kind(part) for part in text.split(","))
 
 
 if __name__ == "__main__":
+    if "--table" in sys.argv[1:]:
+        print(table(json.loads(Path(sys.argv[-1]).read_text())["details"]))
+        raise SystemExit
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("models/emoji"))
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "emoji")
     parser.add_argument("--checkpoint", type=Path, help="a trained Shiva checkpoint, to rank by its router too")
+    parser.add_argument("--aged", type=Path, help="one trained with rejected: cached and the age signal")
+    parser.add_argument("--keeps", type=numbers(float), default=KEEPS, metavar="0.9,0.6,...")
+    parser.add_argument("--prompts", type=int, default=32, help="labels, evenly spaced over all groups")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--short", type=numbers(int), default=SHORT, metavar="4,6,...", help="lengths of short runs")
+    parser.add_argument("--parts", type=numbers(str), default=PARTS, help="of " + ", ".join(PARTS))
+    parser.add_argument("--state", type=Path, default=ROOT / "outputs" / "rejected_tokens", help="finished contenders")
     main("rejected_tokens", parser)

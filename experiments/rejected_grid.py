@@ -1,0 +1,198 @@
+"""The contenders of `experiments.rejected_tokens`, and whole runs of them that a kill does not lose."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+import shiva
+from shiva.checkpoint import write_atomically
+from shiva.measure.generate import Contender, generate
+from shiva.measure.prompts import PromptSet
+from shiva.measure.quality import METRICS, Pictures, Subject, Tools, measure
+from shiva.measure.quality.base import decode
+from shiva.measure.whole_step import MagCached, magnitude_ratios
+
+MEASURED = ("psnr", "lpips", "text_image", "frechet")
+REJECTED = ("identity", "near", "cached")
+RANKINGS: dict[str, dict[str, Any]] = {
+    "random": {"score": "random"},
+    "oldest": {"score": "age"},
+    "router": {"score": "router"},
+    "router + age": {"score": "router", "age": 0.5},
+}
+THRESHOLDS = (0.06, 0.12, 0.24)
+"""Of MagCache: its default, and twice and four times that."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One contender at one number of steps."""
+
+    series: str
+    keep: float | None
+    contender: Contender
+    steps: int
+
+    @property
+    def name(self) -> str:
+        return self.series if self.keep is None else f"{self.series}, {self.keep:g}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all contenders have in common."""
+
+    model: Path
+    prompts: PromptSet
+    seeds: tuple[int, ...]
+    guidance: float
+    state: Path
+    """Folder of finished contenders."""
+
+    def key(self, *more: Any) -> str:
+        """Of a result: it changes with the weights, the prompts and whatever else the result depends on."""
+        weights = sorted((self.model / "transformer").glob("*.safetensors"))
+        digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in weights]
+        what = (digests, self.prompts.texts, self.seeds, self.guidance, *more)
+        return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+
+
+@dataclass
+class Runner:
+    """Runs contenders, or reads what an earlier call found."""
+
+    pipe: Any
+    setting: Setting
+    known: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    tools: Tools = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tools = Tools(pipe=lambda: self.pipe, score=self.setting.model / "score")
+        chosen = self.setting.prompts
+        assert chosen.image is not None
+        real = torch.stack([decode(chosen.image(prompt)) for prompt in chosen.prompts])
+        self.reference = Pictures.of(torch.cat([real] * len(self.setting.seeds)))
+
+    def dense(self, steps: int) -> dict[str, Tensor]:
+        """Images (M, 3, H, W) of the dense model, MagCache's ratios (steps,), and the seconds an image took."""
+        if steps not in self.known:
+            file = self.setting.state / f"dense-{self.setting.key(steps)}.safetensors"
+            if not file.is_file():
+                with magnitude_ratios(self.pipe.transformer) as ratios:
+                    images, seconds, _ = self.images(Contender(None), steps)
+                found = {"images": images, "ratios": torch.tensor(ratios[:steps]), "seconds": torch.tensor(seconds)}
+                write_atomically(file, save(found))
+            self.known[steps] = load_file(file)
+        return self.known[steps]
+
+    def images(self, contender: Contender, steps: int) -> tuple[Tensor, float, Any]:
+        """Images of all prompts and seeds in [0, 1], seconds an image, and the summary of the last run."""
+        made, seconds, texts, summary = [], 0.0, self.setting.prompts.texts, None
+        for seed in self.setting.seeds:
+            outcome = generate(
+                self.pipe,
+                texts,
+                {"it": contender},
+                steps=steps,
+                guidance=self.setting.guidance,
+                seed=1000 * seed,
+                max_sequence_length=0,
+            )["it"]
+            made += [torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255 for image in outcome.images]
+            seconds, summary = seconds + sum(outcome.seconds), outcome.summary
+        return torch.stack(made), seconds / len(made), summary
+
+    def measure(self, point: Point) -> dict[str, Any]:
+        """Scores of one contender; written before it is returned."""
+        dense = self.dense(point.steps)
+        what = (point.name, point.steps, repr(point.contender))
+        file = self.setting.state / f"{self.setting.key(*what)}.json"
+        if not file.is_file():
+            began = time.process_time()
+            images, seconds, summary = self.images(point.contender, point.steps)
+            found = {
+                "name": point.name,
+                "series": point.series,
+                "keep": point.keep,
+                "steps": point.steps,
+                "flops_share": 1.0 if summary is None else summary.flops_share,
+                "seconds": seconds,
+                "dense_seconds": float(dense["seconds"]),
+                "cached_mib": 0.0 if summary is None else summary.cached_bytes / 2**20,
+                **self.scores(images, dense["images"]),
+                "cpu_seconds": time.process_time() - began,
+            }
+            write_atomically(file, json.dumps(found, indent=1).encode())
+        return json.loads(file.read_text())
+
+    def scores(self, images: Tensor, dense: Tensor) -> dict[str, Any]:
+        chosen = self.setting.prompts
+        subject = Subject(
+            images=Pictures.of(images),
+            prompts=chosen.texts * len(self.setting.seeds),
+            labels=chosen.labels,
+            dense=Pictures.of(dense),
+            reference=self.reference,
+        )
+        scores, missing = measure([METRICS[name] for name in MEASURED], subject, self.tools)
+        return {**{name: score.value for name, score in scores.items()}, "missing": missing, "images": len(images)}
+
+
+def selectors(checkpoint: Path | None, aged: Path | None, keeps: Sequence[float], steps: int) -> list[Point]:
+    """Rejected x ranking at every keep; rankings by a router need a trained one."""
+    points = []
+    for rejected in REJECTED:
+        for ranking, options in RANKINGS.items():
+            trained = ranking.startswith("router")
+            if trained and checkpoint is None:
+                continue
+            for keep in keeps:
+                chosen = {**options, "rejected": rejected, "budget": keep}
+                contender = Contender(checkpoint, chosen) if trained else Contender(shiva.Shiva(**chosen))
+                points.append(Point(f"{rejected}, {ranking}", keep, contender, steps))
+    if aged is not None:
+        points += [Point("cached, trained with it", k, Contender(aged, {"budget": k}), steps) for k in keeps]
+    return points
+
+
+def short_runs(steps: Sequence[int], keep: float = 0.6) -> list[Point]:
+    """What a rejected token gets, at several lengths of run."""
+    return [
+        Point(f"{rejected}, random", keep, Contender(shiva.Shiva(score="random", rejected=rejected, budget=keep)), n)
+        for n in steps
+        for rejected in REJECTED
+    ]
+
+
+def others(steps: int) -> list[Point]:
+    """Merging methods, SDTM with its own cache."""
+    points = [Point("ToMeSD", 1 - r, Contender(shiva.ToMeSD(ratio=r)), steps) for r in (0.25, 0.5)]
+    points += [Point("ToMA", 1 - r, Contender(shiva.ToMA(ratio=r, skip=1)), steps) for r in (0.25, 0.5)]
+    return [*points, Point("SDTM, release", None, Contender(shiva.SDTM.preset("release")), steps)]
+
+
+def whole_step(ratios: Sequence[float], steps: int) -> list[Point]:
+    """MagCache alone, which a session of keep 1 only watches, and around cached updates."""
+    watched, reusing = shiva.Shiva(budget=1.0), shiva.Shiva(budget=0.6, score="random", rejected="cached")
+    alone = [
+        Point(f"MagCache {threshold:g}", None, MagCached(watched, {}, ratios, threshold), steps)
+        for threshold in THRESHOLDS
+    ]
+    return [*alone, Point("cached, random, 0.6 + MagCache 0.06", None, MagCached(reusing, {}, ratios), steps)]
+
+
+def described(setting: Setting) -> dict[str, Any]:
+    values = asdict(setting) | {"prompts": setting.prompts.texts, "model": str(setting.model)}
+    values.pop("state")
+    return values
