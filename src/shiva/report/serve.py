@@ -21,6 +21,8 @@ SIDE = 384
 """Pixels of an image on the page; small ones are enlarged alike."""
 WAITING = 16
 """Requests in the queue; more are turned away."""
+KEPT = (600, 3600)
+"""Seconds between looks at the image files that gradio keeps, and the age at which they go."""
 SYSTEM_FONTS = ("system-ui", "sans-serif")
 CSS = """
 footer { display: none !important; }
@@ -49,7 +51,10 @@ def serve(
     about = "untrained: random tokens, cached updates" if checkpoint is None else f"checkpoint {checkpoint}"
     page = build(studio, f"Shiva on {name}", about, steps)
     Console().print(f"open http://{host}:{port} ; stop with Ctrl-C")
-    launch(page, host, port)
+    try:
+        launch(page, host, port)
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}:{port} ({error}); pass another --port or --host") from error
 
 
 def need_gradio() -> Any:
@@ -89,7 +94,7 @@ def build(studio: Studio, title: str, about: str, steps: int) -> Any:
     """The page: what is asked on the left, two images and their figures on the right, the table and masks below."""
     gradio = need_gradio()
     last = studio.spec.layers - 1
-    with gradio.Blocks(title=title, analytics_enabled=False) as page:
+    with gradio.Blocks(title=title, analytics_enabled=False, delete_cache=KEPT) as page:
         gradio.Markdown(f"## {title}\n{about}. Guidance {studio.guidance:g}. Time is of this machine, now.")
         with gradio.Row():
             with gradio.Column(scale=1, min_width=280):
