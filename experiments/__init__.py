@@ -19,5 +19,14 @@ SYNTHETIC = (
 )
 """Need nothing but the library; quick in their `quick` form."""
 
-ON_THE_MODEL = ("trained_block",)
+ON_THE_MODEL = (
+    "trained_block",
+    "router_sharing",
+    "router_context",
+    "router_estimators",
+    "training_strategy",
+    "ratio_policy",
+    "budget_on_model",
+    "selection",
+)
 """Need the embedded model, and minutes to hours."""

@@ -1,0 +1,54 @@
+"""Table ablation_router (a): which layers share a router, at two widths.
+
+    python -m experiments.router_sharing [--seeds 3] [--steps 200]
+
+The paper: SD3-Medium's 24 layers, widths 64 and 512 of 1536, MSE and similarity to dense at keep 0.6 on 1980 images.
+Here: the embedded model's 8 layers, widths 16 and 64 of 128, the same two measures on held-out samples, and the PSNR
+of whole runs. Assumed: stage 1 alone is compared (router warm-up, stratified ratios), "similarity" is the cosine
+of the predictions. See embedded.py for what a training is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.common import Claim, Result, judge, main, shown
+from experiments.embedded import Variant, arguments, bench_of, table
+
+SHARING = ("global", "groups-4", "groups-3", "pairwise", "independent")
+WIDTHS = (16, 64)
+VARIANTS = {
+    f"{sharing}, {width}": Variant({"sharing": sharing, "bottleneck": width})
+    for width in WIDTHS
+    for sharing in SHARING
+}
+COLUMNS = {
+    "router parameters": "parameters",
+    "mse/keep_0.6": "MSE at keep 0.6",
+    "cosine/keep_0.6": "cosine",
+    "psnr": "PSNR of runs, dB",
+}
+
+
+def run(seeds: Sequence[int] = range(3), quick: bool = False, **where: Any) -> Result:
+    bench = bench_of(quick, seeds, **where)
+    rows = bench.compare(VARIANTS)
+    table("Router sharing", rows, COLUMNS)
+    error = {name: row["mse/keep_0.6"] for name, row in rows.items()}
+    means = {name: stats["mean"] for name, stats in error.items()}
+    best = min(means, key=lambda name: means[name])
+    pair, whole, own = (min(means[f"{kind}, {w}"] for w in WIDTHS) for kind in ("pairwise", "global", "independent"))
+    claim = Claim(
+        "pairwise sharing has the lowest error; one router for all layers and one for each have more",
+        "MSE pairwise 0.894, global 1.254 / 2.102 (wide / narrow), independent 1.831 / 1.072",
+        f"best: {best} at {shown(error[best])}; "
+        + ", ".join(f"{n} {shown(s)}" for n, s in error.items() if n != best),
+        judge(best.startswith("pairwise"), pair < whole and pair < own),
+        f"{bench.seen}; ± is over seeds.",
+    )
+    return Result("router_sharing", "Which layers share a router", (claim,), bench.details(rows))
+
+
+if __name__ == "__main__":
+    main("router_sharing", arguments(__doc__))
