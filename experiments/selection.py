@@ -130,6 +130,8 @@ def run(
     model: Path = ROOT / "models" / "emoji",
     **where: Any,
 ) -> Result:
+    if where.get("threads"):
+        torch.set_num_threads(where["threads"])
     if checkpoints:
         groups = {"given": [Path(folder) for folder in checkpoints]}
     else:
