@@ -22,7 +22,7 @@ def shiva(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_help_names_every_command() -> None:
     result = shiva("--help")
     assert result.returncode == 0
-    for command in ("demo", "generate", "train", "bench"):
+    for command in ("demo", "generate", "train", "bench", "report", "serve"):
         assert command in result.stdout
 
 

@@ -1,0 +1,220 @@
+"""Figures and the page: what they hold, and how a browser shows it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image, ImageChops
+
+from browser import complaints, open_browser, requested
+from shiva.core.trace import Trace
+from shiva.measure.style import encode, plot
+from shiva.report import figures
+from shiva.report.figures import Point, pareto_front
+from shiva.report.page import Page
+from shiva.report.report import add, figure_of, report
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def test_the_front_holds_what_no_other_beats() -> None:
+    cheap, dominated, best, equal = Point("a", 1, 5), Point("b", 2, 4), Point("c", 3, 9), Point("d", 3, 8)
+    assert pareto_front([best, dominated, equal, cheap]) == [cheap, best]
+    assert pareto_front([best, dominated, equal, cheap], higher_is_better=False) == [cheap, dominated]
+
+
+def test_spread_keeps_both_ends() -> None:
+    assert figures.spread(range(20), 5) == [0, 5, 10, 14, 19]
+    assert figures.spread([3, 4], 5) == [3, 4]
+
+
+def test_the_overlay_leaves_computed_tokens_as_they_are() -> None:
+    image = Image.new("RGB", (8, 8), "orange")
+    mask = torch.zeros(2, 2, dtype=torch.bool)
+    mask[0, 1] = True
+    shown = figures.overlay(image, mask, size=64)
+    assert shown.size == (64, 64)
+    assert shown.getpixel((60, 4)) == image.getpixel((0, 0))
+    assert shown.getpixel((4, 4)) == shown.getpixel((60, 60)) != image.getpixel((0, 0))
+
+
+def trace() -> Trace:
+    made = Trace(grid=(4, 6), layers=3, timesteps={0: 900.0, 1: 400.0})
+    for step in (0, 1):
+        for layer in (1, 2):
+            made.scores[step, layer] = torch.rand(2, 24)
+            made.positions[step, layer] = made.scores[step, layer].topk(12).indices
+    return made
+
+
+def training_run(folder: Path) -> Path:
+    stages = ["warmup"] * 2 + ["policy"] * 2
+    lines = [
+        json.dumps({"step": i, "stage": s, "loss": 2.0 - i / 4, "keep": 0.6, "budget_ema": 0.6})
+        for i, s in enumerate(stages)
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 4, "lo')  # killed while writing
+    (folder / "validation.jsonl").write_text(json.dumps({"step": 3, "mse/schedule": 0.2}) + "\n")
+    return folder
+
+
+def test_every_figure_draws(tmp_path: Path) -> None:
+    image, seen = Image.new("RGB", (24, 16), "teal"), trace()
+    drawings = [
+        lambda: figures.quality_cost([Point("dense", 1, 9), Point("Shiva 60%", 0.6, 8)], "FLOPs", "PSNR"),
+        lambda: figures.schedule_map(seen.keep(), [900.0, 400.0]),
+        lambda: figures.token_masks(image, seen),
+        lambda: figures.score_maps({"stratified": seen, "fixed": seen}),
+        lambda: figures.image_grid(["dense", "Shiva"], [("a fox", [image, image])]),
+        lambda: figures.training_curves(training_run(tmp_path)),
+    ]
+    for draw in drawings:
+        assert encode(draw(), "svg", dpi=40).rstrip().endswith(b"</svg>")
+    assert encode(drawings[0]()) == encode(drawings[0]())  # a committed figure changes with its data only
+
+
+def test_a_figure_without_data_says_what_to_pass(tmp_path: Path) -> None:
+    empty = Trace(grid=(2, 2), layers=1, timesteps={0: 1.0})
+    with pytest.raises(ValueError, match="smaller budget"):
+        figures.token_masks(Image.new("RGB", (4, 4)), empty)
+    with pytest.raises(ValueError, match="no token was scored"):
+        figures.score_maps({"a": empty})
+    with pytest.raises(FileNotFoundError, match="folder of a training run"):
+        figures.training_curves(tmp_path)
+
+
+# -- the page --------------------------------------------------------------------------------------------
+
+
+def evaluation(folder: Path) -> Path:
+    """What `shiva eval` leaves: two prompts, three contenders, one of them without its last image."""
+    shades = {"dense": "#f00", "ToMeSD <25%>": "#0f0", "Shiva 60%": "#00f"}
+    contenders = {name: {"slug": slug} for name, slug in zip(shades, ("dense", "tomesd", "shiva-60"), strict=True)}
+    settings = {"model": "models/emoji", "steps": 20, "guidance": 4.0, "prompts": "emoji"}
+    run = {"settings": settings, "seeds": [0, 1], "prompts": [{"text": "a fox"}, {"text": "<b>cake</b>"}]}
+    (folder / "tables").mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({**run, "contenders": contenders, "skipped": {"DyDiT": "no weights"}}))
+    for name, contender in contenders.items():
+        for index in range(2):
+            if (name, index) == ("Shiva 60%", 1):
+                continue
+            path = folder / "images" / contender["slug"] / "0" / f"{index:05d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (16, 16), shades[name]).save(path)
+    quality = {
+        "title": "Main table",
+        "columns": ["method", "PSNR, dB ↑", "paper FID ↓"],
+        "rows": [["dense", "", "1"], ["ToMeSD", "19.7", "2"], ["Shiva 60%", "20.8", "3"]],
+        "caption": "PSNR to dense",
+    }
+    cost = {
+        "title": "Cost of a step",
+        "columns": ["method", "GFLOPs", "paper's count"],
+        "rows": [["dense", "2.9", "2"], ["ToMeSD", "2.4", "2"], ["Shiva 60%", "1.8", "1"]],
+    }
+    (folder / "tables" / "main.json").write_text(json.dumps({"tables": [quality, cost]}))
+    return folder
+
+
+def test_a_report_holds_tables_claims_figures_and_images(tmp_path: Path) -> None:
+    output = tmp_path / "page.html"
+    report([evaluation(tmp_path / "eval"), REPOSITORY / "results"], output)
+    page = output.read_text()
+    assert page.count("data:image/png;base64") >= 5
+    assert "PSNR, dB against GFLOPs" in page  # joined over two tables
+    assert "data:image/svg+xml" in page
+    assert "&lt;b&gt;cake&lt;/b&gt;" in page
+    assert "<b>cake" not in page
+    assert 'class="number paper">paper FID ↓' in page
+    assert "no weights" in page
+    assert "stratified timesteps have a lower variance" in page
+    assert "One step of sd3-medium" in page
+    assert 'src="http' not in page
+
+
+def test_training_runs_are_drawn(tmp_path: Path) -> None:
+    page = Page("Test")
+    add(page, training_run(tmp_path))
+    assert page.sections == {f"training-of-{tmp_path.name.replace('_', '-')}": f"Training of {tmp_path.name}"}
+    assert "svg+xml" in str(page)
+
+
+def test_a_folder_without_results_says_what_was_expected(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"run\.json of an evaluation"):
+        add(Page("Test"), tmp_path)
+    with pytest.raises(FileNotFoundError, match="neither a folder nor"):
+        add(Page("Test"), tmp_path / "nowhere")
+    (tmp_path / "cut.json").write_text('{"tables": [')
+    with pytest.raises(ValueError, match=r"cut\.json is not JSON"):
+        add(Page("Test"), tmp_path)
+
+
+@pytest.mark.parametrize(("cell", "value"), [("83.4%", 83.4), ("−1.5 dB", -1.5), ("1.2e-3", 1.2e-3), ("", None)])
+def test_cells_hold_numbers(cell: str, value: float | None) -> None:
+    assert figure_of(cell) == value
+
+
+def test_without_matplotlib_the_page_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"shiva-dit\[report\]"):
+        plot()
+    page = Page("Test")
+    add(page, training_run(tmp_path))
+    assert "No figure: figures need matplotlib" in str(page)
+
+
+def visible(browser: Any) -> list[str]:
+    shots = browser.find_elements("css selector", ".shot")
+    return [shot.text.splitlines()[0] for shot in shots if shot.is_displayed()]
+
+
+@pytest.mark.slow
+def test_a_browser_shows_one_prompt_at_a_time_and_asks_the_network_for_nothing(tmp_path: Path) -> None:
+    output = tmp_path / "page.html"
+    report([evaluation(tmp_path / "eval")], output)
+    with open_browser() as browser:
+        browser.get(output.as_uri())
+        assert visible(browser) == ["a fox"]
+        choice = browser.find_element("css selector", "select")
+        back, on = browser.find_elements("tag name", "button")
+        choice.send_keys("<")  # by keyboard, as in any list
+        assert visible(browser) == ["<b>cake</b>"]
+        on.click()
+        assert visible(browser) == ["a fox"]
+        back.click()
+        assert visible(browser) == ["<b>cake</b>"]
+        choice.send_keys("all")
+        assert visible(browser) == ["a fox", "<b>cake</b>"]
+        images = browser.find_elements("tag name", "img")
+        assert all(browser.execute_script("return arguments[0].naturalWidth > 0", image) for image in images)
+        browser.set_window_size(500, 900)  # a phone: only tables scroll sideways, each on its own
+        assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+        assert complaints(browser) == []
+        assert requested(browser) == [output.as_uri()]
+
+
+@pytest.mark.slow
+def test_the_page_reads_without_javascript(tmp_path: Path) -> None:
+    output = tmp_path / "page.html"
+    report([evaluation(tmp_path / "eval")], output)
+    with open_browser("--blink-settings=scriptEnabled=false") as browser:
+        browser.get(output.as_uri())
+        assert visible(browser) == ["a fox", "<b>cake</b>"]
+        assert not browser.find_element("css selector", ".controls").is_displayed()
+
+
+def test_the_gallery_shows_the_images_it_was_given() -> None:
+    import base64
+    import io
+    import re
+
+    page, image = Page("Test"), Image.new("RGB", (4, 4), "#123456")
+    page.gallery(["dense"], [("a", [image])])
+    found = re.search(r"data:image/png;base64,([^\"]+)", str(page))
+    assert found is not None
+    shown = Image.open(io.BytesIO(base64.b64decode(found[1])))
+    assert ImageChops.difference(shown, image).getbbox() is None
