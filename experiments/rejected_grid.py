@@ -129,12 +129,20 @@ class Runner:
                 "flops_share": 1.0 if summary is None else summary.flops_share,
                 "seconds": seconds,
                 "dense_seconds": float(dense["seconds"]),
-                "cached_mib": 0.0 if summary is None else summary.cached_bytes / 2**20,
+                "cached_mib": self.held(point.contender, summary) / 2**20,
                 **self.scores(images, dense["images"]),
                 "cpu_seconds": time.process_time() - began,
             }
             write_atomically(file, json.dumps(found, indent=1).encode())
         return json.loads(file.read_text())
+
+    def held(self, contender: Contender, summary: Any) -> int:
+        """Bytes kept from step to step by a method, and by MagCache: one update of all blocks for every sample."""
+        residual = 0
+        if isinstance(contender, MagCached):
+            model, batch = self.pipe.transformer, 2 * len(self.setting.prompts)  # both halves of guidance
+            residual = batch * summary.steps[0].tokens * model.inner_dim * model.dtype.itemsize
+        return residual + (0 if summary is None else summary.cached_bytes)
 
     def scores(self, images: Tensor, dense: Tensor) -> dict[str, Any]:
         chosen = self.setting.prompts
