@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -263,6 +264,29 @@ def test_other_sizes_are_runs_of_their_own(tmp_path: Path, pipe: Prompted) -> No
     found = PROTOCOLS["heldout"](evaluation)
     assert found is not None
     assert (tmp_path / "runs" / "held-out" / "images" / "random" / "0" / "00000.png").is_file()
+
+
+def test_int8_is_there_for_as_long_as_the_contender_runs(
+    evaluation: Evaluation, pipe: Prompted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for torchao that rounds weights: which layers it gets, and that nothing of it stays."""
+    touched: list[torch.nn.Module] = []
+
+    def quantize(module: torch.nn.Module, config: object) -> None:
+        touched.append(module)
+        for parameter in module.parameters():
+            parameter.data = parameter.data.mul(8).round().div(8)
+
+    fake = SimpleNamespace(Int8DynamicActivationInt8WeightConfig=lambda: None, quantize_=quantize)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", fake)
+    run = evaluation.run()
+    recording = record(run, [0], 0)
+    one, two = (replay(run, Contender(int8=blocks), recording).one_step_mse for blocks in (1, 2))
+    assert len(touched) == 2 * (1 + 2)
+    assert 0 < one < two
+    assert replay(run, Contender(), recording).one_step_mse == 0
+    with pytest.raises(ValueError, match="int8: 99 is more than the"):
+        replay(run, Contender(int8=99), recording)
 
 
 # -- contenders --------------------------------------------------------------------------------------

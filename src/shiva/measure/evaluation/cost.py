@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shiva.backbones.base import bind, parameter_names
 from shiva.checkpoint import write_atomically
 from shiva.core.cost import Flops
 from shiva.measure.contenders import twin
@@ -56,9 +57,10 @@ def record(run: Run, indices: Sequence[int], seed: int) -> Recording:
     """Dense runs of some prompts, one after the other."""
     pipe = run.pipe()
     calls: list[tuple[dict[str, Any], Tensor]] = []
+    names = parameter_names(pipe.transformer)
 
     def note(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        calls.append(({**kwargs, "return_dict": False}, output[0].detach()))
+        calls.append(({**bind(names, args, kwargs), "return_dict": False}, output[0].detach()))
 
     handle = pipe.transformer.register_forward_hook(note, with_kwargs=True)
     try:

@@ -59,14 +59,16 @@ class Contender:
         assert self.checkpoint is not None
         try:
             return ShivaCheckpoint.from_pretrained(self.folder())
-        except FileNotFoundError as error:
+        except OSError as error:
             how = f"; train it: {self.train}" if self.train else ""
             raise FileNotFoundError(f"{self.checkpoint} is not here{how}") from error
 
     def folder(self) -> str:
-        """The checkpoint's folder: the named one, or the only one inside it."""
+        """The checkpoint's folder: the named one, or the only one inside it. `models/x` is never asked of the hub."""
         assert self.checkpoint is not None
         root = Path(self.checkpoint)
+        if not root.is_dir() and Path(root.parts[0]).is_dir():
+            raise FileNotFoundError(self.checkpoint)
         if not root.is_dir() or (root / CONFIG_FILE).is_file():
             return self.checkpoint
         inside = sorted(path.parent for path in root.glob(f"*/{CONFIG_FILE}"))

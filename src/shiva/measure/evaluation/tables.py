@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -72,10 +73,11 @@ def costs(evaluation: Evaluation, run: Run, names: Sequence[str]) -> tuple[Sheet
                 f"{cost.one_step_cosine:.4f}",
             )
         )
-    columns = ("method", "GFLOPs", "paper's count", "saved", "saved, its count", "paper", "speed-up", "limit", "paper")
+    flops = ("GFLOPs", "paper's count", "saved", "saved, paper's count", "paper's")
+    speed = ("speed-up", "limit", "paper's")
     return Sheet(
         "Cost of a step",
-        (*columns, "one-step MSE ↓", "one-step cosine ↑"),
+        ("method", *flops, *speed, "one-step MSE ↓", "one-step cosine ↑"),
         rows,
         "GFLOPs: true ones of a transformer call, the method's own not counted; limit: the speed-up they alone allow; "
         "speed-up: medians of whole images in turns; one-step: the prediction against dense at dense's noisy latents",
@@ -166,11 +168,11 @@ def by_seed(
         rows, found[name] = [], {}
         for metric in comparable(evaluation):
             own, other = ([scores[n][seed][metric.name].value for seed in seeds] for n in (name, reference))
-            pair, stray = Paired.of(own, other, metric.higher), Paired.of(own, [0.0] * len(own), True)
+            pair, stray = Paired.of(own, other, metric.higher), statistics.stdev(own)
             found[name][metric.name] = {**pair.to_dict(), "each": [a - b for a, b in zip(own, other, strict=True)]}
-            found[name][metric.name]["own_deviation"] = stray.deviation
+            found[name][metric.name]["own_deviation"] = stray
             gaps = [f"{a - b:+.3g}" for a, b in zip(own, other, strict=True)]
-            ends = (f"{pair.mean:+.3g}", f"{pair.deviation:.2g}", f"{stray.deviation:.2g}", f"{pair.wins:.0%}")
+            ends = (f"{pair.mean:+.3g}", f"{pair.deviation:.2g}", f"{stray:.2g}", f"{pair.wins:.0%}")
             rows.append((heading(metric), *gaps, *ends))
         columns = ("metric", *(f"seed {seed}" for seed in seeds), "mean", "deviation", "own deviation", "ahead")
         caption = f"{len(run.prompts)} prompts a seed; deviation: of the differences; own: of {name}'s value"
