@@ -1,0 +1,181 @@
+"""The demo server: what it computes, what it refuses, and how it feels in a browser."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import ImageChops
+
+from browser import PATIENCE, complaints, installed, open_browser, requested
+from shiva.measure.generate import load_with_arguments
+from shiva.methods import Shiva
+from shiva.report import serve
+from shiva.report.studio import LONGEST_PROMPT, Request, Studio
+
+EMOJI = Path(__file__).parent.parent / "models" / "emoji"
+
+
+@pytest.fixture(scope="module")
+def studio() -> Studio:
+    torch.set_num_threads(1)
+    pipe, arguments = load_with_arguments(EMOJI)
+    assert arguments == {"max_sequence_length": 0}
+    return Studio(pipe, **arguments)
+
+
+@pytest.mark.slow
+def test_budget_one_is_the_dense_image_and_less_is_what_was_planned(studio: Studio) -> None:
+    whole = studio.draw(Request("red apple", 3, 4, 1.0))
+    assert ImageChops.difference(whole.dense, whole.reduced).getbbox() is None
+    assert whole.psnr == float("inf")
+    assert whole.flops == studio.plan(1.0, 4).flops == 1.0
+    assert whole.masks.all()
+
+    part, plan = studio.draw(Request("red apple", 3, 4, 0.6)), studio.plan(0.6, 4)
+    assert part.dense is whole.dense  # remembered: dragging the budget draws one image
+    assert ImageChops.difference(part.dense, part.reduced).getbbox() is not None
+    torch.testing.assert_close(part.masks.float().mean(dim=(-2, -1)), plan.keep)
+    assert part.flops == pytest.approx(plan.flops)
+    assert part.flops < 0.75
+
+
+def test_the_plan_follows_the_budget_and_the_steps(studio: Studio) -> None:
+    shares = [studio.plan(budget, 8).flops for budget in (0.4, 0.6, 0.8, 1.0)]
+    assert shares == sorted(shares)
+    assert studio.plan(0.5, 8).keep.shape == (8, studio.spec.layers)
+    assert studio.plan(0.5, 8).keep[:, 1:].mean() == pytest.approx(0.5, abs=0.01)
+
+
+REFUSED = [
+    (("", 0, 4, 0.6), "the prompt is empty"),
+    (("a" * (LONGEST_PROMPT + 1), 0, 4, 0.6), "301 characters"),
+    (("a", -1, 4, 0.6), "seed -1 is outside"),
+    (("a", 0, 1000, 0.6), "steps 1000 is outside 4 to 50"),
+    (("a", 0, 4, 0.1), "budget 0.1 is outside 0.4 to 1.0"),
+    (("a", None, 4, 0.6), "must be numbers"),
+    (("a", 0, "many", 0.6), "must be numbers"),
+    (("a", float("nan"), 4, 0.6), "finite"),
+]
+
+
+@pytest.mark.parametrize(("asked", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_is_out_of_bounds_is_refused(asked: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Request.read(*asked)
+
+
+def test_a_method_without_a_budget_is_refused() -> None:
+    from shiva.methods import ToMeSD
+
+    with pytest.raises(ValueError, match="ToMeSD has no budget to drag"):
+        Studio(None, ToMeSD())  # type: ignore[arg-type]
+
+
+def test_without_gradio_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "gradio", None)
+    with pytest.raises(ImportError, match=r"shiva-dit\[serve\]"):
+        serve.need_gradio()
+
+
+def test_a_studio_takes_another_shiva(studio: Studio) -> None:
+    assert isinstance(studio.source, Shiva)
+    assert studio.method(0.7).config.budget == 0.7
+
+
+# -- in a browser ----------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launched(page: Any, attempts: int = 5) -> str:
+    """Gradio gives its server five seconds to start, which a busy machine may exceed."""
+    for left in reversed(range(attempts)):
+        try:
+            return serve.launch(page, "127.0.0.1", free_port(), wait=False)
+        except OSError:
+            if not left:
+                raise
+    raise AssertionError("unreachable")
+
+
+def type_into(browser: Any, name: str, text: str) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    field = browser.find_element("css selector", f"#{name} textarea, #{name} input")
+    field.send_keys(Keys.CONTROL, "a")
+    field.send_keys(text)
+
+
+def drag(browser: Any, name: str, steps: int) -> None:
+    """Move a slider by its handle, as a person would, by so many of its steps."""
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    handle = browser.find_element("css selector", f"#{name} input[type=range]")
+    low, high, now, unit = (float(handle.get_attribute(key)) for key in ("min", "max", "value", "step"))
+    width, room = handle.size["width"], handle.size["width"] - 16
+    start = 8 + room * (now - low) / (high - low) - width / 2
+    far = room * steps * unit / (high - low)
+    actions = ActionChains(browser).move_to_element_with_offset(handle, round(start), 0).click_and_hold()
+    actions.move_by_offset(round(far), 0).release().perform()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_person_types_drags_and_sees_both_images_and_the_figures_change(studio: Studio) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    installed()
+    page = serve.build(studio, "Shiva on emoji", "untrained", steps=4)
+    address = launched(page)
+    try:
+        assert address.startswith("http://127.0.0.1:")
+        with open_browser("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1") as browser:
+            wait = WebDriverWait(browser, PATIENCE)
+
+            def text(name: str) -> str:
+                return browser.find_element("id", name).text
+
+            def source(name: str) -> str:
+                found = browser.find_elements("css selector", f"#{name} img")
+                return (found[0].get_attribute("src") or "") if found else ""
+
+            browser.get(address)
+            wait.until(lambda _: "of dense FLOPs" in text("planned") and source("table"))
+            planned = text("planned")
+
+            type_into(browser, "prompt", "birthday cake")
+            browser.find_element("id", "draw").click()
+            wait.until(lambda _: "speed-up" in text("figures") and source("dense") and source("reduced"))
+            figures, reduced, dense = text("figures"), source("reduced"), source("dense")
+            assert dense != reduced
+            wait.until(lambda _: "of 256 tokens" in text("share") and source("overlay"))
+            overlay = source("overlay")
+
+            drag(browser, "layer", 2)
+            wait.until(lambda _: source("overlay") != overlay)
+
+            drag(browser, "budget", 8)  # to 1.0: the table shifts, and the dense image comes out
+            wait.until(lambda _: "identical" in text("figures"))
+            wait.until(lambda _: text("planned") != planned)
+            assert "100.0% of dense" in text("figures")
+            assert text("figures") != figures
+            assert source("reduced") != reduced
+            assert text("share") == "100% of 256 tokens" or wait.until(lambda _: "100% of 256" in text("share"))
+
+            browser.find_element("css selector", "#prompt textarea").clear()
+            type_into(browser, "prompt", " ")
+            browser.find_element("id", "draw").click()
+            wait.until(lambda _: "the prompt is empty" in browser.find_element("tag name", "body").text)
+
+            assert [url for url in requested(browser) if not url.startswith(address)] == []
+            assert complaints(browser) == []
+    finally:
+        page.close()
