@@ -18,6 +18,7 @@ from shiva.measure.anatomy import anatomy_sheet, measure_anatomy
 from shiva.measure.compiling import compile_sheet, count_graphs, export_sheet, export_steps, measure_compile
 from shiva.measure.compose import attention_cache_refusals, compose_sheet, measure_compose
 from shiva.measure.contenders import Entry, baseline_entries, shiva_entry
+from shiva.measure.flops import flops_sheet, measure_flops, paper_presets, to_dicts
 from shiva.measure.roofline import predict, roofline_sheet
 from shiva.measure.scale import LENGTHS, growth_sheet, measure_growth, measure_path, path_sheet
 from shiva.measure.selector import LENGTHS as SELECTOR_LENGTHS
@@ -239,6 +240,20 @@ def scale(
     sheets = [path_sheet(whole, path), *([growth_sheet(at, growth)] if growth else [])]
     sheets.append(roofline_sheet(whole, predictions, efficiency))
     publish(name or "scale", output, sheets, found, {"rounds": rounds}, figures.draw_scale)
+
+
+@bench.command()
+def flops(
+    steps: Annotated[int, typer.Option(help="Steps of the run that is counted")] = 50,
+    output: Output = RESULTS,
+    name: Name = None,
+) -> None:
+    """FLOPs of every method's paper preset at SD3-Medium's real shape; counted, so no machine matters."""
+    chosen = shape("sd3-medium")
+    with progress_line(None) as progress:
+        results = measure_flops(chosen, paper_presets(), steps, progress)
+    sheets = [flops_sheet(chosen, results, steps)]
+    publish(name or "flops", output, sheets, {"methods": to_dicts(results)}, {"steps": steps}, figures.draw_flops)
 
 
 @bench.command()
