@@ -103,7 +103,8 @@ def pareto(points: Sequence[dict[str, Any]]) -> list[str]:
 
 def best_within(points: Sequence[dict[str, Any]], series: str, flops: float) -> dict[str, Any] | None:
     """The closest to dense of the series that begin so, at no more FLOPs."""
-    found = [p for p in points if p["series"].startswith(series) and p["flops_share"] <= flops + 1e-3]
+    alone = [p for p in points if p["series"].startswith(series) and "MagCache" not in p["series"]]
+    found = [p for p in alone if p["flops_share"] <= flops + 1e-3]
     return max(found, key=lambda p: p["psnr"], default=None)
 
 

@@ -191,8 +191,8 @@ def test_training_with_a_cache_learns_age_and_costs_one_dense_pass_more(folder: 
     routers: Any = trainer.method.routers
     assert any(router.proj_a.abs().max() > 0 for router in routers.routers)
     loaded = shiva.ShivaCheckpoint.from_pretrained(checkpoint)
-    assert loaded.config.signals == ("time", "prompt", "layer", "age")
-    assert loaded.config.rejected == "cached"
+    assert loaded.method_config.signals == ("time", "prompt", "layer", "age")
+    assert loaded.method_config.rejected == "cached"
     measured = trainer.validator.measure()
     assert measured["mse/keep_0.5"] > 0, "validation runs the reduced model, not a first step"
 

@@ -127,11 +127,15 @@ def test_a_step_compiles_without_graph_breaks_once_per_distinct_row(backbone: st
 
 
 @pytest.mark.slow
-def test_cached_updates_and_age_compile_too() -> None:
+@pytest.mark.parametrize("options", [{"age": 0.5}, {"signals": ("time", "prompt", "layer", "age")}])
+def test_cached_updates_and_age_compile_too(options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     model, tiny = make_sd3(), BACKBONES["sd3"]
     calls = [tiny.call(2, 6, 6, timestep=t) for t in (900.0, 600.0, 300.0)]
-    with shiva.attach(model, shiva.Shiva(budget=0.5, rejected="cached", age=0.5)) as session:
+    with shiva.attach(model, shiva.Shiva(budget=0.5, rejected="cached", **options)) as session:
+        for router in session.method.routers.routers:
+            if router.proj_a is not None:
+                torch.nn.init.normal_(router.proj_a)
         eager = [run(model, call) for call in calls]
         assert session.stats[0].kept["transformer_blocks.1"] == 36
         assert session.stats[1].kept["transformer_blocks.1"] == 18
