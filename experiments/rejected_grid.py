@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import time
@@ -49,6 +50,13 @@ class Point:
         return self.series if self.keep is None else f"{self.series}, {self.keep:g}"
 
 
+@functools.cache
+def weights_digest(model: Path) -> str:
+    """Of the transformer's files, read once: they may be replaced while the loaded ones run."""
+    files = sorted((model / "transformer").glob("*.safetensors"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
 @dataclass(frozen=True)
 class Setting:
     """What all contenders have in common."""
@@ -62,9 +70,7 @@ class Setting:
 
     def key(self, *more: Any) -> str:
         """Of a result: it changes with the weights, the prompts and whatever else the result depends on."""
-        weights = sorted((self.model / "transformer").glob("*.safetensors"))
-        digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in weights]
-        what = (digests, self.prompts.texts, self.seeds, self.guidance, *more)
+        what = (weights_digest(self.model), self.prompts.texts, self.seeds, self.guidance, *more)
         return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
