@@ -52,7 +52,7 @@ def test_images_are_near_their_label(pipe: StableDiffusion3Pipeline) -> None:
     score = TextImageScore(pipe, ResNetForImageClassification.from_pretrained(MODEL / "score"), data.labels)
     rows = data.rows("train")[::60]
     images = generate(pipe, [data.labels[row].lower() for row in rows.tolist()], steps=12, guidance=3.0)
-    assert retrieval(score(images), rows)["median_rank"] < len(data.labels) / 4
+    assert retrieval(score(images), rows)["top5"] >= 0.7
 
 
 def test_card_reports_the_model_that_is_there() -> None:

@@ -20,7 +20,7 @@ license: apache-2.0
 # Shiva's embedded emoji model
 
 A 4.7 M-parameter text-to-image Diffusion Transformer in a stock `StableDiffusion3Pipeline`, trained from nothing on
-one CPU core. It exists so that token selection can be tried, tested and measured anywhere; it draws 64×64 emoji and
+a CPU. It exists so that token selection can be tried, tested and measured anywhere; it draws 64×64 emoji and
 nothing else.
 
 ```python
@@ -36,7 +36,7 @@ StableDiffusion3Pipeline.from_pretrained("models/emoji")("a slice of pizza").ima
 `recipes/emoji/data/`. Teachers used in training, not part of the model: EfficientNet-Lite0 and MiniLM-L6 (Apache-2.0).
 
 ## Training
-The transformer: {hours:.1f} hours on one core, {steps} steps, {images} images ({epochs:.0f} per label). Weights are
+The transformer: {hours:.1f} hours on one to two CPU cores, {steps} steps, {images} images ({epochs:.0f} per label). Weights are
 the EMA, stored as float16.
 
 ## Scores

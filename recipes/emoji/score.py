@@ -103,7 +103,7 @@ def plot_curve(curve: list[dict[str, Any]], path: Path) -> None:
     named = (("loss", "training batches"), ("ema_train", "EMA, training labels"), ("ema_held_out", "EMA, held out"))
     for key, title in named:
         axes.plot(hours, [entry[key] for entry in curve], label=title)
-    axes.set(xlabel="hours of training, one core", ylabel="flow-matching loss", title="The embedded model")
+    axes.set(xlabel="hours of training, one to two cores", ylabel="flow-matching loss", title="The embedded model")
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
