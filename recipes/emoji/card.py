@@ -36,8 +36,8 @@ StableDiffusion3Pipeline.from_pretrained("models/emoji")("a slice of pizza").ima
 `recipes/emoji/data/`. Teachers used in training, not part of the model: EfficientNet-Lite0 and MiniLM-L6 (Apache-2.0).
 
 ## Training
-The transformer: {hours:.1f} hours on one to two CPU cores, {steps} steps, {images} images ({epochs:.0f} per label). Weights are
-the EMA, stored as float16.
+The transformer: {hours:.1f} hours on one to two CPU cores, {steps} steps, {images} images ({epochs:.0f} per label).
+Weights are the EMA, stored as float16.
 
 ## Scores
 {steps_drawn} steps, guidance {guidance}, 16 text tokens; {date}.
