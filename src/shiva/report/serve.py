@@ -23,6 +23,7 @@ WAITING = 16
 """Requests in the queue; more are turned away."""
 KEPT = (600, 3600)
 """Seconds between looks at the image files that gradio keeps, and the age at which they go."""
+TABLE = "share of tokens kept at this budget"
 SYSTEM_FONTS = ("system-ui", "sans-serif")
 CSS = """
 footer { display: none !important; }
@@ -112,7 +113,7 @@ def build(studio: Studio, title: str, about: str, steps: int) -> Any:
                 told = gradio.Markdown("Press *Draw*, or drag the budget.", elem_id="figures")
         with gradio.Row():
             with gradio.Column(scale=2, min_width=320):
-                table = picture(gradio, "Tokens each layer keeps at this budget", "table")
+                table = picture(gradio, TABLE, "table", labelled=False)
                 planned = gradio.Markdown(elem_id="planned")
             with gradio.Column(scale=1, min_width=280):
                 overlay = picture(gradio, "Tokens that were computed", "overlay")
@@ -151,8 +152,10 @@ def build(studio: Studio, title: str, about: str, steps: int) -> Any:
     return page
 
 
-def picture(gradio: Any, label: str, name: str) -> Any:
-    return gradio.Image(label=label, elem_id=name, format="png", interactive=False, buttons=["fullscreen"])
+def picture(gradio: Any, label: str, name: str, labelled: bool = True) -> Any:
+    return gradio.Image(
+        label=label, show_label=labelled, elem_id=name, format="png", interactive=False, buttons=["fullscreen"]
+    )
 
 
 def guarded(gradio: Any, call: Any) -> Any:
@@ -178,7 +181,7 @@ def show_plan(studio: Studio, budget: Any, steps: Any) -> tuple[Any, str]:
 
     request = Request.read("any", 0, steps, budget)
     plan = studio.plan(request.budget, request.steps)
-    drawn = Image.open(io.BytesIO(encode(figures.schedule_map(plan.keep, plan.timesteps, title=""), dpi=110)))
+    drawn = Image.open(io.BytesIO(encode(figures.schedule_map(plan.keep, plan.timesteps, TABLE), dpi=110)))
     return drawn, f"Planned: {plan.flops:.1%} of dense FLOPs, which allows a speed-up of {1 / plan.flops:.2f}x."
 
 
