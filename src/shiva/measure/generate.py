@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
+import transformers
 from diffusers import DiffusionPipeline
 
 from shiva.checkpoint import ShivaCheckpoint
@@ -53,6 +55,13 @@ class Outcome:
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
+
+
+def quiet() -> None:
+    """The libraries' own bars and notices would hide the result."""
+    for library in (diffusers.utils.logging, transformers.utils.logging):
+        library.set_verbosity_error()
+        library.disable_progress_bar()
 
 
 def load_pipeline(model: str | Path, **components: Any) -> Any:

@@ -6,8 +6,6 @@ import statistics
 from pathlib import Path
 from typing import Annotated
 
-import diffusers
-import transformers
 import typer
 from rich.console import Console
 from rich.progress import Progress
@@ -16,7 +14,7 @@ from rich.table import Table
 from shiva.checkpoint import write_atomically
 from shiva.measure.contenders import shiva_entry
 from shiva.measure.environment import environment
-from shiva.measure.generate import Contender, Outcome, generate, load_with_arguments, psnr
+from shiva.measure.generate import Contender, Outcome, generate, load_with_arguments, psnr, quiet
 from shiva.measure.shapes import shape
 from shiva.measure.step import measure_step, step_sheet
 from shiva.methods import Shiva, ToMeSD
@@ -88,13 +86,6 @@ def demo(
             image.save(folder / f"{prompt.replace(' ', '-')}.png")
     write_atomically(output / "index.html", str(page).encode())
     console.print(f"images and page: {output / 'index.html'}")
-
-
-def quiet() -> None:
-    """Loading is quick here; the libraries' own bars and notices would hide the result."""
-    for library in (diffusers.utils.logging, transformers.utils.logging):
-        library.set_verbosity_error()
-        library.disable_progress_bar()
 
 
 def operating_points(folder: Path) -> dict[str, Contender]:

@@ -21,7 +21,7 @@ from shiva.measure.evaluation.lineup import Lineup, fingerprint, read_lineup
 from shiva.measure.evaluation.protocols import PROTOCOLS
 from shiva.measure.evaluation.run import OtherImages, Settings
 from shiva.measure.evaluation.workers import Workers
-from shiva.measure.generate import load_pipeline
+from shiva.measure.generate import load_pipeline, quiet
 from shiva.measure.prompts import PromptSet, read_prompts
 from shiva.measure.quality import Tools, chosen
 from shiva.measure.sheet import publish
@@ -65,6 +65,7 @@ def evaluate(
             raise ValueError(unknown_key(name, [*PROTOCOLS, "all"], "--protocol"))
     if threads is not None:
         torch.set_num_threads(threads)
+    quiet()
     workers = Workers(device)
     pipe = functools.cache(lambda: load(model, lineup, workers.device))
     source = prompts or (Path(lineup.prompts) if lineup.prompts else None)
