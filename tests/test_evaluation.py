@@ -169,7 +169,7 @@ def test_a_method_against_itself_differs_by_exactly_nothing(tmp_path: Path, pipe
 
     try:
         evaluation = make(tmp_path, pipe, metrics=chosen(["brightness"], Tools()), seeds=(0, 1))
-        for protocol in ("seeds", "categories"):
+        for protocol in ("seeds", "categories", "transfer", "ratio", "int8"):
             evaluation.lineup.casts[protocol] = ["dense", "dense again", "random"]
             found = PROTOCOLS[protocol](evaluation)
             assert found is not None
