@@ -320,10 +320,11 @@ def test_a_run_starts_with_what_another_learned(folder: Path, tmp_path: Path) ->
     second = trainer_of(folder, tmp_path / "second", start=str(tmp_path / "first"), method={"budget": 0.8})
     fresh_average = {name: value.clone() for name, value in second.method.named_buffers()}
     second.start_from(tmp_path / "first")
-    learned = dict(second.method.named_parameters())
-    assert learned
-    for name, value in learned.items():
+    routers = dict(second.method.routers.named_parameters(prefix="routers"))
+    assert routers
+    for name, value in routers.items():
         torch.testing.assert_close(value.detach(), state.method[name], rtol=0, atol=0)
+    assert torch.sigmoid(second.method.policy.anchor).item() == pytest.approx(0.8), "a policy for another budget"
     for name, value in second.method.named_buffers():
         torch.testing.assert_close(value, fresh_average[name], rtol=0, atol=0)
     assert second.adapter is not None

@@ -140,9 +140,15 @@ class Trainer:
         self.log.say(f"continuing {self.newest} at step {self.step} of {self.recipe.steps}")
 
     def start_from(self, run: Path) -> None:
-        """Begin with what another run has learned; its budget's moving average is its own and stays behind."""
+        """Begin with what another run has learned.
+
+        Its budget's moving average is its own and stays behind, as does a policy that was meant for another budget.
+        """
         state = load_state(newest_of(run))
         learned = dict(self.method.named_parameters())
+        if state.recipe["method"].get("budget") != self.recipe.method.get("budget"):
+            other = {id(parameter) for parameter in self.method.groups().get("policy", [])}
+            learned = {name: weight for name, weight in learned.items() if id(weight) not in other}
         for name, weight in learned.items():
             if name not in state.method or state.method[name].shape != weight.shape:
                 raise ValueError(
