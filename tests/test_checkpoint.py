@@ -83,6 +83,10 @@ def test_everything_survives_the_files(tmp_path: Path) -> None:
     assert loaded.schedule.counts(64) == method.schedule.counts(64)
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), method.parameters(), strict=True))
     assert {p.suffix for p in tmp_path.iterdir()} <= {".json", ".safetensors", ".md"}, "no pickles"
+    card = (tmp_path / "README.md").read_text()
+    assert "# Shiva for" in card
+    assert "shiva.attach(pipe" in card
+    assert "a ratio table" in card
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelHubMixin, snapshot_download
+from huggingface_hub import ModelCard, ModelHubMixin, snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
@@ -63,7 +63,29 @@ class Origin:
     """The mean keep it was trained to."""
 
 
-class ShivaCheckpoint(ModelHubMixin, library_name="shiva-dit", tags=["diffusion", "token-pruning"]):
+CARD = """---
+{{ card_data }}
+---
+# {{ method }} for `{{ base }}`
+
+Which image tokens each block of the transformer may skip, learned with
+Shiva (`pip install shiva-dit`){{ budget }}.
+
+```python
+import shiva
+
+session = shiva.attach(pipe, "this folder or hub id")   # pipe: the diffusers pipeline of {{ base }}
+print(session.summary())
+```
+
+Holds {{ parts }}; `config.json` has every option. Nothing in it is executable.
+"""
+"""README.md of a saved checkpoint."""
+
+
+class ShivaCheckpoint(
+    ModelHubMixin, library_name="shiva-dit", tags=["diffusion", "token-pruning"], model_card_template=CARD
+):
     """A trained method, ready for `shiva.attach(pipe, checkpoint)`: Shiva, or a trained baseline."""
 
     def __init__(
@@ -122,6 +144,23 @@ class ShivaCheckpoint(ModelHubMixin, library_name="shiva-dit", tags=["diffusion"
             "trained_budget": self.origin.budget,
         }
         write_atomically(folder / CONFIG_FILE, to_json(description))
+
+    def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
+        """What it is for and how to attach it, filled into `CARD`."""
+        parts = {
+            "router and other weights": self.weights,
+            "a ratio table": self.tables,
+            "an adapter": self.adapter_weights,
+        }
+        budget = self.origin.budget
+        return super().generate_model_card(
+            *args,
+            method=type(self.method_config).__name__,
+            base=self.origin.base_model or "an unnamed pipeline",
+            budget="" if budget is None else f" for a mean keep of {budget:g}; another one is `budget=` of `attach`",
+            parts=", ".join(name for name, held in parts.items() if held) or "options only",
+            **kwargs,
+        )
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> ShivaCheckpoint:
