@@ -15,7 +15,8 @@ from torch import nn
 
 import shiva
 from pipelines import PIPELINES
-from shiva.checkpoint import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE, remove_adapter, write_atomically
+from shiva.adapters import ADAPTER_NAME, remove_adapter
+from shiva.checkpoint import CONFIG_FILE, WEIGHTS_FILE, write_atomically
 
 from tiny import BACKBONES, make_flux, make_sd3, randomized
 
@@ -112,6 +113,48 @@ def test_an_adapter_goes_in_and_out_of_every_backbone(backbone: str) -> None:
         assert left
         assert all(n.endswith("to_k") for n in left)
         remove_adapter(model, "users")
+        assert torch.equal(model(**call)[0], dense)
+
+
+class Foreign(nn.Linear):
+    """Stands for a layer whose weights are not plain numbers in reach."""
+
+
+def test_an_adapter_is_folded_into_the_weights_and_means_the_same() -> None:
+    """Live and folded agree, a user's own adapter still acts, and nothing of PEFT is left to run."""
+    model, call = make_sd3(), BACKBONES["sd3"].call(1, 6, 6)
+    checkpoint = shiva.ShivaCheckpoint.of(varied_method(model), **adapter(make_sd3()))
+    tuned = peft.tuners.tuners_utils.BaseTunerLayer
+    with torch.no_grad():
+        with shiva.attach(model, checkpoint, budget=0.5):
+            assert not any(isinstance(m, tuned) for m in model.modules())
+            folded = model(**call)[0]
+        originals = {name: m.__class__ for name, m in model.named_modules() if type(m) is nn.Linear}
+        for name in originals:
+            model.get_submodule(name).__class__ = Foreign
+        with shiva.attach(model, checkpoint, budget=0.5):
+            assert any(isinstance(m, tuned) for m in model.modules())
+            torch.testing.assert_close(model(**call)[0], folded, rtol=1e-4, atol=1e-4)
+        for name in originals:
+            model.get_submodule(name).__class__ = nn.Linear
+
+        config = peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False)
+        peft.inject_adapter_in_model(config, model, adapter_name="users")
+        with shiva.attach(model, checkpoint, budget=0.5):
+            assert not torch.allclose(model(**call)[0], folded, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_that_breaks_while_it_is_folded_leaves_the_model_alone() -> None:
+    model, call = make_sd3(), BACKBONES["sd3"].call(1, 6, 6)
+    broken = adapter(make_sd3())
+    last = sorted(name for name in broken["adapter_weights"] if "lora_B" in name)[-1]
+    broken["adapter_weights"][last] = torch.full_like(broken["adapter_weights"][last], torch.nan)
+    names = [name for name, _ in model.named_parameters()]
+    with torch.no_grad():
+        dense = model(**call)[0]
+        with pytest.raises(ValueError, match="NaNs"):
+            shiva.attach(model, shiva.ShivaCheckpoint.of(varied_method(model), **broken), budget=0.5)
+        assert [name for name, _ in model.named_parameters()] == names
         assert torch.equal(model(**call)[0], dense)
 
 

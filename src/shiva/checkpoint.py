@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from shiva.adapters import AttachedAdapter
 from shiva.core import options
 from shiva.core.method import BackboneSpec, Method, MethodConfig
 
@@ -23,7 +24,6 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "shiva.safetensors"
 TABLE = "table."
 ADAPTER_DIR = "adapter"
-ADAPTER_NAME = "shiva"
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -258,12 +258,11 @@ class ShivaCheckpoint(
         method.load_tables(self.tables)
         return method
 
-    def add_adapter(self, transformer: nn.Module) -> str | None:
-        """Put the trained adapter into the transformer; its name, or None where there is none."""
+    def add_adapter(self, transformer: nn.Module) -> AttachedAdapter | None:
+        """Put the trained adapter into the transformer, if there is one."""
         if self.adapter_config is None or self.adapter_weights is None:
             return None
-        inject_adapter(transformer, self.adapter_config, self.adapter_weights)
-        return ADAPTER_NAME
+        return AttachedAdapter(transformer, self.adapter_config, self.adapter_weights)
 
 
 def to_json(value: Any) -> bytes:
@@ -277,40 +276,3 @@ def read_json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); save or download the checkpoint again") from error
-
-
-def inject_adapter(transformer: nn.Module, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Add a PEFT adapter to any transformer, also those without diffusers' own adapter support."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
-    except ImportError as error:
-        raise ImportError(
-            "this checkpoint has an adapter, which needs PEFT: pip install 'shiva-dit[adapter]'"
-        ) from error
-    trainable = {name for name, p in transformer.named_parameters() if p.requires_grad}
-    inject_adapter_in_model(LoraConfig(**config), transformer, adapter_name=ADAPTER_NAME)
-    result = set_peft_model_state_dict(transformer, dict(weights), adapter_name=ADAPTER_NAME)
-    for name, parameter in transformer.named_parameters():
-        parameter.requires_grad_(name.replace(".base_layer.", ".") in trainable)
-    unexpected = list(getattr(result, "unexpected_keys", None) or [])
-    if unexpected:
-        remove_adapter(transformer, ADAPTER_NAME)
-        raise ValueError(f"the adapter's {unexpected[0]} has no place in {type(transformer).__name__}")
-
-
-def remove_adapter(transformer: nn.Module, name: str) -> None:
-    """Take an adapter out; a layer without any other adapter becomes the plain layer it was."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for path, module in list(transformer.named_modules()):
-        if not isinstance(module, BaseTunerLayer):
-            continue
-        module.delete_adapter(name)
-        if not module._get_available_adapters():
-            parent, _, leaf = path.rpartition(".")
-            setattr(transformer.get_submodule(parent), leaf, module.get_base_layer())
-    known = getattr(transformer, "peft_config", None)
-    if known is not None:
-        known.pop(name, None)
-        if not known:
-            del transformer.peft_config

@@ -14,8 +14,9 @@ from diffusers.hooks import HookRegistry, ModelHook
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from shiva.adapters import AttachedAdapter
 from shiva.backbones.base import Backbone, Call, Site, backbone_of, bind, parameter_names
-from shiva.checkpoint import ShivaCheckpoint, remove_adapter
+from shiva.checkpoint import ShivaCheckpoint
 from shiva.core import options
 from shiva.core.context import Clock, StepContext, Tape
 from shiva.core.cost import ZERO, CostModel, Flops, SiteCost, count
@@ -93,7 +94,7 @@ class Session:
         method: Method,
         pipeline: Any = None,
         guidance: str = "auto",
-        adapter: str | None = None,
+        adapter: AttachedAdapter | None = None,
     ):
         self.transformer = transformer
         self.backbone = backbone
@@ -155,7 +156,7 @@ class Session:
                 del module._diffusers_hook
         self._hooked.clear()
         if self._adapter is not None:
-            remove_adapter(self.transformer, self._adapter)
+            self._adapter.remove()
             self._adapter = None
 
     @property
@@ -421,5 +422,5 @@ def attach(
         return Session(transformer, backbone, built, pipeline, guidance, adapter)
     except BaseException:
         if adapter is not None:
-            remove_adapter(transformer, adapter)
+            adapter.remove()
         raise

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shiva.adapters import ADAPTER_NAME
 from shiva.backbones.base import Backbone
-from shiva.checkpoint import ADAPTER_NAME
 from shiva.training.needs import need
 
 
