@@ -312,5 +312,5 @@ def test_card_shows_the_measured_figures() -> None:
         "autoencoder_psnr": {"train": 33.0, "validation": 32.0},
     }
     card = render(scores)
-    assert "2.0 hours on one core, 100 steps, 1428 images (2 per label)" in card
+    assert "2.0 hours on one to two CPU cores, 100 steps, 1428 images (2 per label)" in card
     assert "| retrieval, top 1 of 1 563 | 50.0% | 50.0% | 100.0% |" in card

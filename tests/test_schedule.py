@@ -146,8 +146,8 @@ def test_the_router_is_the_papers_formula_and_its_signals_can_be_switched_off() 
     torch.testing.assert_close(router(x, time, prompt, 1), (router.norm(hidden) @ router.score.weight.T)[..., 0])
     plain = ContextRouter(8, 6, 4, layers=2, signals=())
     assert torch.equal(plain(x, None, None, 0), plain(x, None, None, 1))
-    with pytest.raises(ValueError, match="signal='age' is unknown"):
-        ContextRouter(8, 6, 4, layers=2, signals=("age",))
+    with pytest.raises(ValueError, match="signal='colour' is unknown"):
+        ContextRouter(8, 6, 4, layers=2, signals=("colour",))
     assert group_size("pairwise", 24) == 2
 
 
