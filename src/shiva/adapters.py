@@ -14,8 +14,8 @@ ADAPTER_NAME = "shiva"
 class AttachedAdapter:
     """A PEFT adapter put into a transformer.
 
-    Run live, DoRA doubles the work of a small layer. So it is folded into the weights, and the originals wait in main
-    memory for `remove()`. Where weights are not plain numbers in reach (quantized, offloaded), it stays live.
+    Run live, DoRA adds products and norms to every layer. So it is folded into the weights, and the originals wait in
+    main memory for `remove()`. Where weights are not plain numbers in reach (quantized, offloaded), it stays live.
     """
 
     def __init__(self, transformer: nn.Module, config: Mapping[str, Any], weights: Mapping[str, Tensor]):
