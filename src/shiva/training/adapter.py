@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shiva.adapters import ADAPTER_NAME
+from shiva.adapters import ADAPTER_NAME, adapted_layers
 from shiva.backbones.base import Backbone
+from shiva.training.dora import fold_in_training
 from shiva.training.needs import need
 
 
@@ -41,6 +42,8 @@ def add_adapter(transformer: nn.Module, config: dict[str, Any], seed: int) -> No
         peft.inject_adapter_in_model(peft.LoraConfig(**config), transformer, adapter_name=ADAPTER_NAME)
     for parameter in adapter_parameters(transformer):
         parameter.data = parameter.data.float()
+    for layer in adapted_layers(transformer):
+        fold_in_training(layer, ADAPTER_NAME)
     for name, parameter in transformer.named_parameters():
         if name.replace(".base_layer.", ".") in frozen:
             parameter.requires_grad_(False)
