@@ -175,7 +175,19 @@ def test_traffic_is_what_an_operator_reads_and_writes() -> None:
     assert slow.seconds(DEVICES[0]) == pytest.approx(1e9 / DEVICES[0].bandwidth)
 
 
-# -- train -----------------------------------------------------------------------------------------------
+# -- shapes ---------------------------------------------------------------------------------------------
+
+
+def test_the_emoji_shape_is_the_embedded_models() -> None:
+    built = shape("emoji").build("meta")
+    config = json.loads(Path("models/emoji/transformer/config.json").read_text())
+    same = {key: value for key, value in config.items() if not key.startswith("_")}
+    assert {key: built.config[key] for key in same} == {**same, "dual_attention_layers": ()}
+    assert shape("emoji").grid == (16, 16)
+    assert built(**shape("emoji").call("meta"))[0].shape == (2, 12, 16, 16)
+
+
+# -- train ----------------------------------------------------------------------------------------------
 
 
 def test_an_optimizer_step_of_every_trained_method(small: Any) -> None:
@@ -183,7 +195,14 @@ def test_an_optimizer_step_of_every_trained_method(small: Any) -> None:
     methods["dydit"] = replace(methods["dydit"], config=shiva.DyDiT(bias=0.0, flops=0.99))
     results, skipped = measure_train(small(layers=3, batch=1), methods, rounds=1)
     assert list(skipped) == ["sparsedit"], "it needs more blocks"
-    assert [row.name for row in results] == ["plain DoRA", "shiva 0.6", "neuralsort", "dydit", "diffcr"]
+    assert [row.name for row in results] == [
+        "plain DoRA",
+        "DoRA, one product",
+        "shiva 0.6",
+        "neuralsort",
+        "dydit",
+        "diffcr",
+    ]
     assert "plain DoRA" in train_sheet(small(), results, skipped).markdown()
 
 

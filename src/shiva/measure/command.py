@@ -30,10 +30,10 @@ from shiva.methods import DyDiT
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed, dense and reduced in turns, as ratios within one run.")
 
-Model = Annotated[str, typer.Option(help="sd3-medium, flux-dev or pixart-sigma; random weights")]
+Model = Annotated[str, typer.Option(help="sd3-medium, flux-dev, pixart-sigma or emoji; random weights")]
 Layers = Annotated[int | None, typer.Option(help="A slice of this many blocks; all of them otherwise")]
-Height = Annotated[int, typer.Option(help="Image height in pixels")]
-Width = Annotated[int, typer.Option(help="Image width in pixels")]
+Height = Annotated[int | None, typer.Option(help="Image height in pixels; the model's own otherwise")]
+Width = Annotated[int | None, typer.Option(help="Image width in pixels; the model's own otherwise")]
 Batch = Annotated[int | None, typer.Option(help="Batch; as the pipeline runs it otherwise")]
 Budgets = Annotated[str, typer.Option(help="Shiva's mean keeps, separated by commas")]
 Flat = Annotated[bool, typer.Option("--flat", help="The same ratio everywhere, not the learned table's shape")]
@@ -48,8 +48,9 @@ def about() -> None:
     """Measure speed, dense and reduced in turns, as ratios within one run."""
 
 
-def chosen_shape(model: str, layers: int | None, height: int, width: int, batch: int | None) -> Shape:
-    chosen = shape(model, height=height, width=width, **({} if batch is None else {"batch": batch}))
+def chosen_shape(model: str, layers: int | None, height: int | None, width: int | None, batch: int | None) -> Shape:
+    wanted = {"height": height, "width": width, "batch": batch}
+    chosen = shape(model, **{name: value for name, value in wanted.items() if value is not None})
     return chosen if layers is None else chosen.slice(layers)
 
 
@@ -84,8 +85,8 @@ def progress_line(threads: int | None) -> Iterator[Callable[[str], None]]:
 def step(
     model: Model = "sd3-medium",
     layers: Layers = None,
-    height: Height = 1024,
-    width: Width = 1024,
+    height: Height = None,
+    width: Width = None,
     batch: Batch = None,
     budgets: Budgets = "0.9,0.8,0.7,0.6",
     flat: Flat = False,
@@ -112,8 +113,8 @@ def step(
 def anatomy(
     model: Model = "sd3-medium",
     layers: Layers = None,
-    height: Height = 1024,
-    width: Width = 1024,
+    height: Height = None,
+    width: Width = None,
     batch: Batch = None,
     budgets: Budgets = "0.9,0.8,0.7,0.6",
     flat: Flat = False,
@@ -154,8 +155,8 @@ def selector(
 def compile_(
     model: Model = "sd3-medium",
     layers: Layers = 8,
-    height: Height = 1024,
-    width: Width = 1024,
+    height: Height = None,
+    width: Width = None,
     batch: Batch = None,
     budgets: Budgets = "0.6",
     flat: Flat = False,
@@ -190,8 +191,8 @@ def compile_(
 def compose(
     model: Model = "flux-dev",
     layers: Layers = 4,
-    height: Height = 1024,
-    width: Width = 1024,
+    height: Height = None,
+    width: Width = None,
     batch: Batch = None,
     budget: Annotated[float, typer.Option(help="Shiva's mean keep")] = 0.8,
     steps: Annotated[int, typer.Option(help="Steps of the run; a cache saves from the second on")] = 4,
@@ -225,7 +226,7 @@ def scale(
 ) -> None:
     """Growth with tokens, batch and depth on this machine, and a roofline for GPUs."""
     whole = shape("sd3-medium")
-    at = shape("sd3-medium", height=height, width=width)
+    at = chosen_shape("sd3-medium", None, height, width, None)
     with progress_line(threads) as progress:
         path = measure_path(whole, whole_numbers(lengths), rounds=max(rounds, 3), progress=progress)
         sizes = whole_numbers(batches), whole_numbers(depths)

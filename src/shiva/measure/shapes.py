@@ -1,4 +1,4 @@
-"""The real shapes of the paper's models, with random weights: speed does not depend on what they hold."""
+"""The real shapes of the paper's models and of the embedded one, with random weights: speed is the same."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class Shape:
     """As its pipeline runs it: 2 under batched guidance."""
     height: int = 1024
     width: int = 1024
+    token: int = 16
+    """Pixels on a side of an image token."""
 
     def slice(self, layers: int) -> Shape:
         """The same model with about `layers` blocks in all, its kinds in proportion."""
@@ -50,7 +52,7 @@ class Shape:
 
     @property
     def grid(self) -> tuple[int, int]:
-        return self.height // 16, self.width // 16
+        return self.height // self.token, self.width // self.token
 
     def build(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> nn.Module:
         """The transformer with random weights; on "meta" it takes no memory."""
@@ -85,6 +87,32 @@ def _sd3_call(shape: Shape, dtype: torch.dtype, timestep: float) -> dict[str, An
         "hidden_states": _latents(shape, 16, dtype),
         "encoder_hidden_states": torch.randn(shape.batch, 77 + 256, 4096, dtype=dtype),
         "pooled_projections": torch.randn(shape.batch, 2048, dtype=dtype),
+        "timestep": torch.full((shape.batch,), timestep),
+    }
+
+
+def _emoji(shape: Shape) -> nn.Module:
+    return SD3Transformer2DModel(
+        sample_size=16,
+        patch_size=1,
+        in_channels=12,
+        out_channels=12,
+        num_layers=shape.layers[0],
+        num_attention_heads=4,
+        attention_head_dim=32,
+        joint_attention_dim=256,
+        caption_projection_dim=128,
+        pooled_projection_dim=256,
+        pos_embed_max_size=max(16, *shape.grid),
+        qk_norm="rms_norm",
+    )
+
+
+def _emoji_call(shape: Shape, dtype: torch.dtype, timestep: float) -> dict[str, Any]:
+    return {
+        "hidden_states": _latents(shape, 12, dtype, 4),
+        "encoder_hidden_states": torch.randn(shape.batch, 16, 256, dtype=dtype),
+        "pooled_projections": torch.randn(shape.batch, 256, dtype=dtype),
         "timestep": torch.full((shape.batch,), timestep),
     }
 
@@ -125,10 +153,10 @@ def _pixart_call(shape: Shape, dtype: torch.dtype, timestep: float) -> dict[str,
     }
 
 
-def _latents(shape: Shape, channels: int, dtype: torch.dtype) -> Tensor:
+def _latents(shape: Shape, channels: int, dtype: torch.dtype, factor: int = 8) -> Tensor:
     """Under guidance both halves of the batch hold the same latents, as in a pipeline."""
     pairs = 2 if shape.batch % 2 == 0 else 1
-    half = torch.randn(shape.batch // pairs, channels, shape.height // 8, shape.width // 8, dtype=dtype)
+    half = torch.randn(shape.batch // pairs, channels, shape.height // factor, shape.width // factor, dtype=dtype)
     return torch.cat([half] * pairs)
 
 
@@ -136,12 +164,14 @@ _BUILDERS: dict[str, tuple[Callable[..., nn.Module], Callable[..., dict[str, Any
     "sd3-medium": (_sd3, _sd3_call),
     "flux-dev": (_flux, _flux_call),
     "pixart-sigma": (_pixart, _pixart_call),
+    "emoji": (_emoji, _emoji_call),
 }
 
 SHAPES = {
     "sd3-medium": Shape("sd3-medium", layers=(24,), batch=2),
     "flux-dev": Shape("flux-dev", layers=(19, 38), batch=1),
     "pixart-sigma": Shape("pixart-sigma", layers=(28,), batch=2),
+    "emoji": Shape("emoji", layers=(8,), batch=2, height=64, width=64, token=4),
 }
 
 

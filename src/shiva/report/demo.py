@@ -46,6 +46,7 @@ def demo(
     steps: Annotated[int, typer.Option(help="Denoising steps")] = 20,
     guidance: Annotated[float, typer.Option(help="Guidance scale")] = 4.0,
     seed: Annotated[int, typer.Option(help="Seed of the first prompt's noise")] = 0,
+    rounds: Annotated[int, typer.Option(help="Turns that every method is timed in", min=1)] = 2,
 ) -> None:
     """Generate a grid of prompts dense and reduced, and show images, time and FLOPs side by side."""
     console = Console()
@@ -60,7 +61,7 @@ def demo(
     pipe, arguments = load_with_arguments(model)
     contenders = operating_points(checkpoints)
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("generating", total=steps * len(contenders))
+        task = progress.add_task("generating", total=rounds * steps * len(contenders))
         outcomes = generate(
             pipe,
             PROMPTS,
@@ -68,6 +69,7 @@ def demo(
             steps=steps,
             guidance=guidance,
             seed=seed,
+            rounds=rounds,
             progress=lambda name, step: progress.update(task, advance=1, description=name),
             **arguments,
         )

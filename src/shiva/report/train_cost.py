@@ -6,17 +6,30 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor, nn
 
+from shiva.adapters import adapted_layers
 from shiva.core.method import Exploration, MethodConfig
 from shiva.measure import figures
-from shiva.measure.command import Height, Name, Output, Rounds, Threads, Width, progress_line, settings_of
+from shiva.measure.command import (
+    Height,
+    Layers,
+    Name,
+    Output,
+    Rounds,
+    Threads,
+    Width,
+    chosen_shape,
+    progress_line,
+    settings_of,
+)
 from shiva.measure.contenders import twin
 from shiva.measure.latency import interleave
-from shiva.measure.shapes import Shape, shape
+from shiva.measure.shapes import Shape
 from shiva.measure.sheet import RESULTS, Sheet, publish, seconds
 from shiva.methods import DiffCR, DyDiT, NeuralSort, Shiva, SparseDiT
 from shiva.session import attach
@@ -27,6 +40,9 @@ from shiva.training.recipe import WEIGHTS
 from shiva.training.sampling import FlowMatching
 
 PLAIN = "plain DoRA"
+"""PEFT's own layers, which is what a user has without Shiva; every other row runs an adapted layer as one product."""
+
+FOLDED = "DoRA, one product"
 OFFICIAL = {"distill": 0.0, "output": 0.0}
 """The other methods' own objectives have no dense teacher; DyDiT's adds the diffusion loss of the complete model."""
 
@@ -70,7 +86,9 @@ class TrainResult:
 class Learner:
     """A transformer with a DoRA adapter, perhaps a method, and an optimizer."""
 
-    def __init__(self, base: nn.Module, batch: MicroBatch, trained: Trained | None, checkpointing: bool):
+    def __init__(
+        self, base: nn.Module, batch: MicroBatch, trained: Trained | None, checkpointing: bool, folded: bool = True
+    ):
         transformer: Any = twin(base)
         pipe = SimpleNamespace(transformer=transformer)
         config = Shiva(budget=1.0) if trained is None else trained.config
@@ -78,6 +96,9 @@ class Learner:
         method = self.session.method.train()
         rank = 32
         add_adapter(transformer, adapter_config(transformer, self.session.backbone, rank, rank, True), seed=0)
+        if not folded:
+            for layer in adapted_layers(transformer):
+                del layer.forward
         if checkpointing:
             transformer.enable_gradient_checkpointing()
         weights = WEIGHTS if trained is None else {**WEIGHTS, **trained.weights}
@@ -101,8 +122,8 @@ class Learner:
 
 
 def random_batch(chosen: Shape) -> MicroBatch:
-    latents = torch.randn(chosen.batch, 16, chosen.height // 8, chosen.width // 8)
     call = chosen.call()
+    latents = torch.randn_like(call["hidden_states"])
     text = {"hidden": call["encoder_hidden_states"], "pooled": call["pooled_projections"]}
     return MicroBatch(latents, torch.randn_like(latents), text, 500.0, 0, Exploration())
 
@@ -140,9 +161,9 @@ def measure_train(
     base, batch = chosen.build(), random_batch(chosen)
     learners: dict[str, Learner] = {}
     skipped: dict[str, str] = {}
-    for name, trained in {PLAIN: None, **methods}.items():
+    for name, trained in {PLAIN: None, FOLDED: None, **methods}.items():
         try:
-            learners[name] = Learner(base, batch, trained, checkpointing)
+            learners[name] = Learner(base, batch, trained, checkpointing, folded=name != PLAIN)
             learners[name].step()
         except ValueError as error:
             skipped[name] = str(error)
@@ -154,7 +175,7 @@ def measure_train(
     plain = timings[PLAIN].median
     results = []
     for name, timing in timings.items():
-        paper, paper_mb = (1.0, 51564) if name == PLAIN else (methods[name].paper, methods[name].paper_mb)
+        paper, paper_mb = (methods[name].paper, methods[name].paper_mb) if name in methods else (1.0, 51564)
         row = (name, timing.median, timing.spread, timing.median / plain, peaks[name], paper, paper_mb)
         results.append(TrainResult(*row))
     return results, skipped
@@ -186,18 +207,23 @@ def train_sheet(chosen: Shape, results: list[TrainResult], skipped: dict[str, st
 
 
 def train(
-    layers: int = 4,
-    height: Height = 512,
-    width: Width = 512,
-    batch: int = 1,
-    checkpointing: bool = False,
+    model: Annotated[str, typer.Option(help="sd3-medium or emoji; random weights")] = "sd3-medium",
+    layers: Layers = None,
+    height: Height = None,
+    width: Width = None,
+    batch: Annotated[int, typer.Option(help="Samples of a step")] = 1,
+    checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward pass")] = False,
     rounds: Rounds = 3,
     threads: Threads = None,
     output: Output = RESULTS,
     name: Name = None,
 ) -> None:
-    """Time and memory of an optimizer step: plain DoRA, Shiva, and the trained baselines, at SD3's width."""
-    chosen = shape("sd3-medium", height=height, width=width, batch=batch).slice(layers)
+    """Time and memory of an optimizer step: DoRA by PEFT and as one product, Shiva, and the trained baselines."""
+    if model not in ("sd3-medium", "emoji"):
+        raise ValueError(
+            f"model={model!r} must be sd3-medium or emoji: the trained baselines are measured on SD3's class"
+        )
+    chosen = chosen_shape(model, layers, height, width, batch)
     with progress_line(threads) as progress:
         results, skipped = measure_train(chosen, trained_methods(), rounds, checkpointing, progress)
     found = {"methods": [asdict(row) for row in results], "skipped": skipped}

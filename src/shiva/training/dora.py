@@ -25,9 +25,8 @@ def fold(weight: Tensor, down: Tensor, up: Tensor, magnitude: Tensor, scaling: f
 class FoldedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *adapter: Any) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            folded, _ = fold(weight, *adapter)
-            y = F.linear(x, folded.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        folded, _ = fold(weight, *adapter)
+        y = F.linear(x, folded.to(x.dtype), None if bias is None else bias.to(x.dtype))
         *tensors, ctx.scaling = adapter
         ctx.save_for_backward(x, y, weight, bias, *tensors)
         return y
@@ -58,8 +57,10 @@ def folded_forward(layer: Any, name: str, x: Tensor) -> Tensor:
     base = layer.get_base_layer()
     if layer.disable_adapters:
         return base(x)
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return folded_forward(layer, name, x.to(torch.get_autocast_dtype(device)))
     down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
     magnitude, scaling = layer.lora_magnitude_vector[name].weight, layer.scaling[name]
     return FoldedLinear.apply(x, base.weight, base.bias, down, up, magnitude, scaling)
