@@ -21,6 +21,7 @@ from shiva.measure.anatomy import anatomy_sheet, measure_anatomy
 from shiva.measure.compiling import compile_sheet, count_graphs, export_steps, measure_compile
 from shiva.measure.compose import add_cache, attention_cache_refusals, compose_sheet, measure_compose
 from shiva.measure.contenders import Contender, Entry, baseline_entries, learned_shape, shiva_entry, typical_row
+from shiva.measure.flops import flops_sheet, measure_flops
 from shiva.measure.roofline import DEVICES, Kernel, kernels_of, predict
 from shiva.measure.scale import growth_sheet, measure_growth, measure_path, path_sheet
 from shiva.measure.selector import OPERATORS, measure_selector, selector_sheet
@@ -206,6 +207,25 @@ def test_an_optimizer_step_of_every_trained_method(small: Any) -> None:
     assert "plain DoRA" in train_sheet(small(), results, skipped).markdown()
 
 
+# -- flops -----------------------------------------------------------------------------------------------
+
+
+def test_counted_flops_agree_with_the_price_of_the_tokens_and_meet_a_flops_budget() -> None:
+    contenders: dict[str, tuple[Any, float]] = {
+        "dense": (shiva.Dense(), 0.0),
+        "shiva": (shiva.Shiva(flops=0.7), 0.0),
+        "tomesd": (shiva.ToMeSD(ratio=0.25), 0.0),
+    }
+    chosen = shape("emoji")
+    dense, pruned, merged = measure_flops(chosen, contenders, steps=3)
+    assert dense.convention == pytest.approx(dense.with_own)
+    assert dense.share == 1
+    assert pruned.share == pytest.approx(0.72, abs=0.02), "the router's own products are on top"
+    assert merged.share < 1
+    assert all(row.with_own > row.convention for row in (pruned, merged))
+    assert "tomesd" in flops_sheet(chosen, [dense, pruned, merged], 3).markdown()
+
+
 # -- compile, export, graphs -----------------------------------------------------------------------------
 
 
@@ -322,6 +342,15 @@ def test_cache_and_lora_compose_on_flux(small: Any, tmp_path: Path) -> None:
     publish("compose", tmp_path, [compose_sheet(small(), results, [])], found, {}, figures.draw_compose)
 
 
+def test_cache_dit_composes_on_flux_and_saves_the_blocks(small: Any) -> None:
+    """The drifting latents of a short run are near enough for its cache to hit; the deviation shows that it did."""
+    mixes = ((), ("shiva",), ("cache-dit",), ("cache-dit", "shiva"))
+    results = {row.parts: row for row in measure_compose(small("flux-dev"), mixes, steps=3, rounds=1, threshold=10.0)}
+    assert not [row.refused for row in results.values() if row.refused]
+    deviations = {results[parts].deviation for parts in mixes}
+    assert len(deviations) == 4
+
+
 def test_int8_composes(small: Any) -> None:
     pytest.importorskip("torchao")
     dense, quantized, both = measure_compose(small("flux-dev"), ((), ("int8",), ("int8", "shiva")), steps=1, rounds=1)
@@ -374,5 +403,5 @@ def test_the_command_writes_a_file_and_a_figure(tmp_path: Path) -> None:
 
 def test_every_benchmark_is_a_command() -> None:
     result = bench("--help")
-    for name in ("step", "anatomy", "selector", "train", "compile", "compose", "scale", "tables"):
+    for name in ("step", "anatomy", "selector", "train", "compile", "compose", "scale", "flops", "tables"):
         assert name in result.stdout

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from diffusers.hooks import HookRegistry
 from torch import nn
 
 HOOK = "shiva"
@@ -24,6 +25,8 @@ INNER_CACHES = {
     "mag_cache_block_hook": "MagCache",
 }
 """Block-level caches, which work around pruned blocks but not inside them."""
+CACHE_DIT = "_original_forward"
+"""Where cache-dit keeps the forward that it wraps; it runs the blocks themselves, so it comes before `attach`."""
 REFUSED_PIPELINES = ("FluxKontextPipeline", "FluxKontextInpaintPipeline")
 
 
@@ -69,8 +72,12 @@ def caches_off(transformer: nn.Module) -> Iterator[None]:
                 break
             taken.append((registry, name, registry.hooks[name]))
             registry.remove_hook(name, recurse=False)
+    ours: Any = HookRegistry.check_if_exists_or_initialize(transformer).get_hook(HOOK)
+    wrapped = ours.fn_ref.original_forward
+    ours.fn_ref.original_forward = getattr(transformer, CACHE_DIT, wrapped)
     try:
         yield
     finally:
+        ours.fn_ref.original_forward = wrapped
         for registry, name, hook in reversed(taken):
             registry.register_hook(hook, name)

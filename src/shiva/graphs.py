@@ -83,7 +83,7 @@ class GraphRunner:
         for static, tensor in zip(recording.inputs, tensors, strict=True):
             static.copy_(tensor)
         recording.replay()
-        ctx.kept, ctx.memory = dict(recording.ctx.kept), recording.ctx.memory
+        ctx.kept, ctx.ran, ctx.memory = dict(recording.ctx.kept), recording.ctx.ran, recording.ctx.memory
         return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, recording.output)
 
     def _record(self, ctx: StepContext, leaves: list[Any], structure: Any) -> Recording:

@@ -70,6 +70,7 @@ class SiteHook(ModelHook):
         call = site.bind(args, kwargs)
         x = site.image_of(call, ctx)
         if site.kind == "block":
+            ctx.ran[site.name] = True
             session.method.observe(x, site, ctx)
 
         def run(image: Tensor, reduction: Reduction | None) -> Streams:
@@ -120,6 +121,7 @@ class Session:
         self.runner: Callable[[StepContext, Call], Any] | None = None
         """Runs a step in the transformer's place, such as by replaying a recorded graph of it."""
         self._hooked: list[nn.Module] = []
+        self._blocks = [site.name for site in backbone.sites(transformer) if site.kind == "block"]
         method.to(next(transformer.parameters()).device)
         self._attach()
 
@@ -215,7 +217,8 @@ class Session:
             run = forward if self._compiled is None or ctx.trace is not None else self._compiled
             output = run(*args, **kwargs)
             self.method.end_step(output[0], ctx)
-        self.stats.append(StepRecord(ctx.timestep, ctx.tokens, dict(ctx.kept)))
+        skipped = tuple(name for name in self._blocks if name not in ctx.ran)
+        self.stats.append(StepRecord(ctx.timestep, ctx.tokens, dict(ctx.kept), skipped))
         return output
 
     def _remember_shapes(self, call: Call) -> None:
@@ -347,8 +350,11 @@ class Session:
 
     def summary(self) -> Summary:
         """Kept tokens, keep ratio and FLOPs by layer and step of the current run, and where time went."""
-        acting = [s for s in self.backbone.sites(self.transformer) if self.method.selects(s)]
-        dense, costs = self._price(acting) if self.stats else (ZERO, {})
+        sites = self.backbone.sites(self.transformer)
+        acting = [site for site in sites if self.method.selects(site)]
+        skipped = {name for step in self.stats for name in step.skipped}
+        priced = [site for site in sites if site in acting or site.name in skipped]
+        dense, costs = self._price(priced) if self.stats else (ZERO, {})
         return Summary(
             method=repr(self.method),
             places=[(site.name, site.kind, site.layer) for site in acting],
@@ -356,7 +362,6 @@ class Session:
             costs=costs,
             dense=dense,
             seconds=self.phases(),
-            outside=ZERO if all(step.kept for step in self.stats) else self.cost_model().outside,
             cached_bytes=0 if self.ctx is None else tensor_bytes(self.ctx.run),
         )
 

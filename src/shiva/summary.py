@@ -20,6 +20,8 @@ class StepRecord:
     timestep: float
     tokens: int
     kept: dict[str, int]
+    skipped: tuple[str, ...] = ()
+    """Blocks that were not called, because a cache over them answered."""
 
 
 def total(flops: Iterable[Flops]) -> Flops:
@@ -38,21 +40,20 @@ class Summary:
     dense: Flops
     """FLOPs of one dense call."""
     seconds: dict[str, float]
-    outside: Flops = ZERO
-    """FLOPs of a call whose blocks a whole-step cache left out."""
     cached_bytes: int = 0
     """Memory of what the method carries from step to step."""
 
     def _saved(self, step: StepRecord) -> Flops:
         """FLOPs a call did not spend; a block that is reduced inside is priced at its inner sites."""
-        return total(
+        reduced = (
             self.costs[name](step.tokens) - self.costs[name](step.kept[name])
             for name, _, _ in self.places
             if name in step.kept
         )
+        return total(reduced) + total(self.costs[name](step.tokens) for name in step.skipped)
 
     def step_flops(self) -> list[Flops]:
-        return [self.dense - self._saved(step) if step.kept else self.outside for step in self.steps]
+        return [self.dense - self._saved(step) for step in self.steps]
 
     @property
     def flops(self) -> Flops:

@@ -19,9 +19,10 @@ Call = dict[str, Any]
 
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of a module's positional parameters; gradient checkpointing passes them by position."""
+    """Names of a module's positional parameters, as its class has them: an instance's forward may be wrapped."""
     skip = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return tuple(p.name for p in inspect.signature(module.forward).parameters.values() if p.kind not in skip)
+    _, *parameters = inspect.signature(type(module).forward).parameters.values()
+    return tuple(p.name for p in parameters if p.kind not in skip)
 
 
 def bind(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:

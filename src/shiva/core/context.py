@@ -71,6 +71,8 @@ class StepContext:
     """What a method carries from step to step of one sampling run; empty at its first step."""
     kept: dict[str, int] = field(default_factory=dict)
     """Tokens that each site ran on, by site name."""
+    ran: dict[str, bool] = field(default_factory=dict)
+    """Blocks that were called; a cache over them may answer in their place."""
     teacher: Any = None
     """The dense pass of the same batch (a `Tape`), where training provides one."""
     trace: Trace | None = field(default=None, repr=False)

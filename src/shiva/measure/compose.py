@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from shiva.measure.shapes import Shape
 from shiva.measure.sheet import Sheet, seconds
 from shiva.session import attach
 
-PARTS = ("lora", "int8", "shiva", "cache")
+PARTS = ("lora", "int8", "cache-dit", "shiva", "cache")
 """In the order that they must be applied."""
 MIXES: tuple[tuple[str, ...], ...] = (
     (),
@@ -27,6 +27,8 @@ MIXES: tuple[tuple[str, ...], ...] = (
     ("int8", "shiva"),
     ("cache",),
     ("shiva", "cache"),
+    ("cache-dit",),
+    ("cache-dit", "shiva"),
     ("lora",),
     ("lora", "shiva"),
     ("lora", "int8", "shiva", "cache"),
@@ -94,21 +96,33 @@ def add_cache(transformer: Any, threshold: float) -> None:
     hooks.apply_first_block_cache(transformer, hooks.FirstBlockCacheConfig(threshold=threshold))
 
 
+def add_cache_dit(transformer: Any, threshold: float) -> None:
+    """cache-dit's DBCache over the blocks themselves; Shiva's hooks, attached later, stay inside of them."""
+    cache_dit = need("cache_dit", "cache-dit")
+    config = cache_dit.DBCacheConfig(
+        Fn_compute_blocks=1, Bn_compute_blocks=0, max_warmup_steps=1, residual_diff_threshold=threshold
+    )
+    cache_dit.enable_cache(transformer, cache_config=config)
+
+
 @dataclass
 class Mix:
     """A transformer with some parts applied, and how to run it."""
 
     transformer: Any
     weights: int
-    cached: bool
+    parts: tuple[str, ...]
     detach: Callable[[], None]
 
-    def run(self, calls: Iterable[dict[str, Any]]) -> Tensor:
+    def run(self, calls: Sequence[dict[str, Any]]) -> Tensor:
         output = torch.empty(0)
-        with self.transformer.cache_context("bench") if self.cached else contextlib.nullcontext():
+        if "cache-dit" in self.parts:
+            need("cache_dit", "cache-dit").refresh_context(self.transformer, num_inference_steps=len(calls))
+        cached = "cache" in self.parts
+        with self.transformer.cache_context("bench") if cached else contextlib.nullcontext():
             for call in calls:
                 output = self.transformer(**call, return_dict=False)[0]
-        if self.cached:
+        if cached:
             self.transformer._reset_stateful_cache()
         return output
 
@@ -120,6 +134,8 @@ def build_mix(transformer: nn.Module, parts: tuple[str, ...], entry: Entry, thre
         add_lora(model)
     if "int8" in parts:
         quantize_ffn(model)
+    if "cache-dit" in parts:
+        add_cache_dit(model, threshold)
     weights, detach = weight_bytes(model), lambda: None
     if "shiva" in parts:
         session = attach(model, entry.build(model))
@@ -127,7 +143,7 @@ def build_mix(transformer: nn.Module, parts: tuple[str, ...], entry: Entry, thre
         detach = session.detach
     if "cache" in parts:
         add_cache(model, threshold)
-    return Mix(model, weights, "cache" in parts, detach)
+    return Mix(model, weights, parts, detach)
 
 
 def weight_bytes(module: nn.Module) -> int:

@@ -1,0 +1,53 @@
+"""Shiva under cache-dit: enabled first, it caches over blocks that run on fewer tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shiva
+from pipelines import PIPELINES
+
+cache_dit = pytest.importorskip("cache_dit")
+STEPS = 5
+
+
+def enable(pipe: Any, threshold: float) -> None:
+    config = cache_dit.DBCacheConfig(
+        Fn_compute_blocks=1, Bn_compute_blocks=0, max_warmup_steps=1, residual_diff_threshold=threshold
+    )
+    cache_dit.enable_cache(pipe, cache_config=config)
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux", "pixart"])
+def test_a_cache_that_never_hits_leaves_shiva_as_it_is_and_one_that_hits_skips_blocks(
+    name: str, tmp_path: Path
+) -> None:
+    tiny = PIPELINES[name]
+    pipe = tiny.load(tmp_path)
+
+    def image() -> torch.Tensor:
+        return tiny.image(pipe, guidance=1.0 if name == "flux" else 3.0, steps=STEPS)
+
+    def draw() -> tuple[torch.Tensor, Any]:
+        torch.manual_seed(0)  # the untrained router's weights
+        with shiva.attach(pipe, shiva.Shiva(budget=0.6)) as session:
+            return image(), session.summary()
+
+    dense = image()
+    alone, without = draw()
+    for threshold in (-1.0, 10.0):
+        enable(pipe, threshold)
+        both, summary = draw()
+        cache_dit.disable_cache(pipe)
+        assert torch.equal(image(), dense), "both are gone"
+        if threshold < 0:
+            assert torch.equal(both, alone)
+            assert summary.flops == without.flops
+        else:
+            assert not torch.equal(both, alone)
+            assert summary.flops.true < without.flops.true
+            assert summary.dense == without.dense, "priced without the cache"
