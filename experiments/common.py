@@ -83,7 +83,8 @@ def spread(values: Iterable[float] | Tensor) -> dict[str, float]:
 
 
 def shown(stats: dict[str, float]) -> str:
-    return f"{stats['mean']:.3f} ± {stats['std']:.3f}"
+    """Mean and deviation; of a single trial there is none to show."""
+    return f"{stats['mean']:.3f} ± {stats['std']:.3f}" if stats["count"] > 1 else f"{stats['mean']:.3f}"
 
 
 def progress(items: Sequence[T], what: str) -> Iterable[T]:

@@ -40,7 +40,7 @@ STEPS = 200
 NOT_LEARNED = ("model", "data", "checkpoints", "logging", "compute")
 """Sections of the recipe that a variant's name leaves out: paths, and what does not shape the result."""
 
-OF_ROUTER = ("sharing", "bottleneck", "signals", "estimator", "guess")
+OF_ROUTER = ("sharing", "bottleneck", "signals", "signal_length", "estimator", "guess")
 """Options that shape a router; the others are the policy's."""
 
 Stats = dict[str, float]
@@ -98,7 +98,7 @@ class Bench:
             "stages": {"warmup": {"steps": router}, "policy": {"steps": policy}, "joint": {"steps": 0}},
             "sampling": {"batch": 8, "micro_batch": 2, **variant.sampling},
             "optimizer": {"rates": {"policy": 1e-3}},  # the paper's 1e-4 only takes longer
-            "weights": dict(variant.weights),
+            "weights": {"budget": 10.0, **variant.weights},
             "checkpoints": {"every": 50, "keep": 1},
             "validation": {"every": 0, "samples": self.samples, "keeps": list(KEEPS), "images": 0},
             "seed": seed,
@@ -141,7 +141,8 @@ class Bench:
 
     @property
     def seen(self) -> str:
-        return f"{len(self.seeds)} seeds, {self.steps} steps"
+        seeds = "1 seed" if len(self.seeds) == 1 else f"{len(self.seeds)} seeds"
+        return f"{seeds}, {self.steps} steps"
 
     def details(self, rows: Mapping[str, Mapping[str, Stats]]) -> dict[str, Any]:
         return {"rows": rows, "seeds": list(self.seeds), "steps": self.steps, "model": self.digest}

@@ -78,7 +78,7 @@ def test_outcomes_are_found_again_and_named_by_what_shapes_them(
 def test_tables_share_their_common_variants() -> None:
     assert ratio_policy.VARIANTS["additive"] == budget_on_model.VARIANTS["dual, noise-free, λ_b = 10"]
     assert len(router_sharing.VARIANTS) == 10
-    assert len(router_context.VARIANTS) == 6
+    assert len(router_context.VARIANTS) == 7
     assert {"router_sharing", "router_context", "ratio_policy", "selection"} < set(ON_THE_MODEL)
 
 

@@ -139,13 +139,16 @@ def test_routers_are_shared_as_asked(sharing: str, groups: int) -> None:
 
 
 def test_the_router_is_the_papers_formula_and_its_signals_can_be_switched_off() -> None:
-    router = ContextRouter(8, 6, 4, layers=2)
+    router = ContextRouter(8, 6, 4, layers=2, unit=False)
     x, time, prompt = torch.randn(2, 5, 8), torch.randn(2, 6), torch.randn(2, 4)
     context = router.proj_t(time) + router.proj_p(prompt) + router.proj_l(router.layer.weight[1])
     hidden = torch.nn.functional.silu(router.proj_x(x) + context[:, None])
     torch.testing.assert_close(router(x, time, prompt, 1), (router.norm(hidden) @ router.score.weight.T)[..., 0])
     plain = ContextRouter(8, 6, 4, layers=2, signals=())
     assert torch.equal(plain(x, None, None, 0), plain(x, None, None, 1))
+    unit = ContextRouter(8, 6, 4, layers=2)
+    torch.testing.assert_close(unit(x, time, prompt, 0), unit(x, 9 * time, prompt / 9, 0))
+    assert not torch.allclose(router(x, time, prompt, 0), router(x, 9 * time, prompt / 9, 0))
     with pytest.raises(ValueError, match="signal='colour' is unknown"):
         ContextRouter(8, 6, 4, layers=2, signals=("colour",))
     assert group_size("pairwise", 24) == 2

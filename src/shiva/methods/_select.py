@@ -50,6 +50,8 @@ class SelectConfig(RejectedConfig):
     """Width of the router."""
     signals: tuple[str, ...] = ("time", "prompt", "layer")
     """Context the router reads beside the token itself: time, prompt, layer, and, where updates are reused, age."""
+    signal_length: str = "unit"
+    """Length that time, prompt and layer are brought to: unit, or own, as in the paper, which drowns the tokens."""
     score: str = "router"
     """What tokens are ranked by: router, or without training random, age (oldest first), norm, update."""
     age: float = 0.0
@@ -57,7 +59,7 @@ class SelectConfig(RejectedConfig):
     seed: int = 0
     """Of the random scores."""
 
-    fixed: ClassVar = frozenset({"sharing", "bottleneck", "signals"})
+    fixed: ClassVar = frozenset({"sharing", "bottleneck", "signals", "signal_length"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,6 +67,7 @@ class SelectConfig(RejectedConfig):
         options.choice("score", self.score, ("router", "random", "age", "norm", "update"))
         if self.score == "update" and self.rejected != "cached":
             raise ValueError("score='update' ranks by cached updates; pass rejected='cached' too")
+        options.choice("signal_length", self.signal_length, ("unit", "own"))
         for signal in self.signals:
             options.choice("signal", signal, KNOWN_SIGNALS)
         for name in ("dense", "signals"):
@@ -90,6 +93,7 @@ class SelectMethod(RejectedMethod):
             config.sharing,
             config.bottleneck,
             config.signals,
+            config.signal_length == "unit",
         )
 
     def groups(self) -> dict[str, list[nn.Parameter]]:

@@ -47,7 +47,9 @@ class Shiva(SelectConfig):
     noise_free: bool = True
     """Training: the budget follows the ratios without their exploration noise; the paper's follows the noisy ones."""
 
-    presets: ClassVar = {"paper": {"estimator": "input", "beta": 0.2, "dual": 0.0, "noise_free": False}}
+    presets: ClassVar = {
+        "paper": {"estimator": "input", "signal_length": "own", "beta": 0.2, "dual": 0.0, "noise_free": False}
+    }
     fixed: ClassVar = SelectConfig.fixed | {"policy"}
 
     def __post_init__(self) -> None:

@@ -20,7 +20,9 @@ class ContextRouter(nn.Module):
     """s_i = w . LayerNorm(SiLU(Proj_x x_i + h_ctx)), h_ctx = Proj_t t + Proj_p c + Proj_l l.
 
     The layer signal is a learned embedding, so that a router shared by several layers can tell them apart.
-    The age signal, Proj_a log(1 + age_i), is each token's own and starts at zero weight.
+    At the signals' own length, which is about a token's, a few of Adam's steps make them drown what sets tokens apart:
+    with `unit` they are brought to length 1. The age signal, Proj_a log(1 + age_i), is each token's own and starts at
+    zero weight.
     Weights stay in float32 and are cast to the tokens' dtype; scores are float32.
     """
 
@@ -32,8 +34,10 @@ class ContextRouter(nn.Module):
         layers: int,
         bottleneck: int = 64,
         signals: tuple[str, ...] = SIGNALS,
+        unit: bool = True,
     ):
         super().__init__()
+        self.unit = unit
         for signal in signals:
             choice("signal", signal, KNOWN_SIGNALS)
         self.proj_x = nn.Linear(width, bottleneck)
@@ -45,17 +49,20 @@ class ContextRouter(nn.Module):
         self.score = nn.Linear(bottleneck, 1, bias=False)
         self.proj_a = nn.Parameter(torch.zeros(bottleneck)) if "age" in signals else None
 
+    def signal(self, vector: Tensor) -> Tensor:
+        return F.normalize(vector.float(), dim=-1) if self.unit else vector.float()
+
     def contexts(self, time: Tensor | None, prompt: Tensor | None) -> Tensor:
         """h_ctx (members or 1, B or 1, bottleneck) in float32, of all layers that share the router."""
         context = self.proj_x.bias.float()[None]
         if self.proj_t is not None:
             assert time is not None
-            context = context + self.proj_t(time.float())
+            context = context + self.proj_t(self.signal(time))
         if self.proj_p is not None:
             assert prompt is not None
-            context = context + self.proj_p(prompt.float())
+            context = context + self.proj_p(self.signal(prompt))
         if self.layer is not None and self.proj_l is not None:
-            return context + F.linear(self.layer.weight, self.proj_l.weight)[:, None]
+            return context + self.proj_l(self.signal(self.layer.weight))[:, None]
         return context[None]
 
     def forward(
@@ -96,12 +103,13 @@ class RouterBank(nn.Module):
         sharing: str = "pairwise",
         bottleneck: int = 64,
         signals: tuple[str, ...] = SIGNALS,
+        unit: bool = True,
     ):
         super().__init__()
         self.size = group_size(sharing, layers)
         groups = -(-layers // self.size)
         self.routers = nn.ModuleList(
-            ContextRouter(width, time_width, prompt_width, min(self.size, layers), bottleneck, signals)
+            ContextRouter(width, time_width, prompt_width, min(self.size, layers), bottleneck, signals, unit)
             for _ in range(groups)
         )
 
