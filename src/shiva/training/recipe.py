@@ -282,7 +282,7 @@ class Recipe:
         return dataclasses.asdict(self)
 
 
-WEIGHTS = {"diffusion": 1.0, "distill": 1.0, "output": 1.0, "complete": 0.0, "budget": 10.0}
+WEIGHTS = {"diffusion": 1.0, "distill": 1.0, "output": 1.0, "complete": 0.0, "budget": 50.0}
 """Diffusion loss of the reduced model; its features' and its output's distance to dense; the diffusion loss of
 the model with nothing reduced (DyDiT); the budget, whose controller holds the target the faster the more it weighs.
 A method's other losses weigh 1."""
