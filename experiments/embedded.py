@@ -98,7 +98,7 @@ class Bench:
             "stages": {"warmup": {"steps": router}, "policy": {"steps": policy}, "joint": {"steps": 0}},
             "sampling": {"batch": 8, "micro_batch": 2, **variant.sampling},
             "optimizer": {"rates": {"policy": 1e-3}},  # the paper's 1e-4 only takes longer
-            "weights": {"budget": 10.0, **variant.weights},
+            "weights": {"budget": 10.0, **variant.weights},  # weak enough to tell controllers apart
             "checkpoints": {"every": 50, "keep": 1},
             "validation": {"every": 0, "samples": self.samples, "keeps": list(KEEPS), "images": 0},
             "seed": seed,
