@@ -127,6 +127,7 @@ def run(
     seeds: Sequence[int] = range(3),
     quick: bool = False,
     checkpoints: Sequence[Path] = (),
+    prompts: int = len(PROMPTS),
     model: Path = ROOT / "models" / "emoji",
     **where: Any,
 ) -> Result:
@@ -137,7 +138,7 @@ def run(
     else:
         bench = bench_of(quick, seeds, model, **where)
         groups = {name: [bench.checkpoint(variant, seed) for seed in bench.seeds] for name, variant in ROUTERS.items()}
-    task = Task(load(model), PROMPTS[:2] if quick else PROMPTS, 3 if quick else 25, 3.0)
+    task = Task(load(model), PROMPTS[: 2 if quick else prompts], 3 if quick else 25, 3.0)
     found = {}
     for group, folders in groups.items():
         trials = [rows_of(task, folder) for folder in folders]
@@ -181,4 +182,5 @@ def claims_of(group: str, rows: dict[str, dict[str, Stats]], count: int) -> Iter
 if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("--checkpoints", type=Path, nargs="+", default=(), help="trained Shiva checkpoints to measure")
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help=f"images of a run; at most {len(PROMPTS)}")
     main("selection", parser)
