@@ -25,13 +25,21 @@ from shiva.measure.quality.base import decode
 from shiva.measure.whole_step import MagCached, magnitude_ratios
 
 MEASURED = ("psnr", "lpips", "text_image", "frechet")
-REJECTED = ("identity", "near", "cached")
+REJECTED: dict[str, dict[str, Any]] = {
+    "identity": {"rejected": "identity"},
+    "near": {"rejected": "near"},
+    "cached": {"rejected": "cached"},
+    "cached, attending to all": {"rejected": "cached", "attends": "all"},
+}
 RANKINGS: dict[str, dict[str, Any]] = {
     "random": {"score": "random"},
-    "oldest": {"score": "age"},
     "router": {"score": "router"},
+    "oldest": {"score": "age"},
+    "sweep": {"score": "sweep"},
     "router + age": {"score": "router", "age": 0.5},
 }
+STATELESS = ("random", "router")
+"""Rankings that mean something where no update is kept, so that none grows old."""
 THRESHOLDS = (0.06, 0.12, 0.24)
 """Of MagCache: its default, and twice and four times that."""
 
@@ -166,13 +174,15 @@ class Runner:
 def selectors(checkpoint: Path | None, aged: Path | None, keeps: Sequence[float], steps: int) -> list[Point]:
     """Rejected x ranking at every keep; rankings by a router need a trained one."""
     points = []
-    for rejected in REJECTED:
+    for rejected, gets in REJECTED.items():
         for ranking, options in RANKINGS.items():
+            if gets["rejected"] != "cached" and ranking not in STATELESS:
+                continue
             trained = ranking.startswith("router")
             if trained and checkpoint is None:
                 continue
             for keep in keeps:
-                chosen = {**options, "rejected": rejected, "budget": keep}
+                chosen = {**options, **gets, "budget": keep}
                 contender = Contender(checkpoint, chosen) if trained else Contender(shiva.Shiva(**chosen))
                 points.append(Point(f"{rejected}, {ranking}", keep, contender, steps))
     if aged is not None:
@@ -182,10 +192,11 @@ def selectors(checkpoint: Path | None, aged: Path | None, keeps: Sequence[float]
 
 def short_runs(steps: Sequence[int], keep: float = 0.6) -> list[Point]:
     """What a rejected token gets, at several lengths of run."""
+    kinds = [*((kind, "random") for kind in ("identity", "near", "cached")), ("cached, attending to all", "sweep")]
     return [
-        Point(f"{rejected}, random", keep, Contender(shiva.Shiva(score="random", rejected=rejected, budget=keep)), n)
+        Point(f"{kind}, {score}", keep, Contender(shiva.Shiva(score=score, budget=keep, **REJECTED[kind])), n)
         for n in steps
-        for rejected in REJECTED
+        for kind, score in kinds
     ]
 
 
@@ -198,12 +209,15 @@ def others(steps: int) -> list[Point]:
 
 def whole_step(ratios: Sequence[float], steps: int) -> list[Point]:
     """MagCache alone, which a session of keep 1 only watches, and around cached updates."""
-    watched, reusing = shiva.Shiva(budget=1.0), shiva.Shiva(budget=0.6, score="random", rejected="cached")
+    watched, reusing = shiva.Shiva(budget=1.0), shiva.Shiva.preset("sweep", budget=0.6)
     alone = [
         Point(f"MagCache {threshold:g}", None, MagCached(watched, {}, ratios, threshold), steps)
         for threshold in THRESHOLDS
     ]
-    return [*alone, Point("cached, random, 0.6 + MagCache 0.06", None, MagCached(reusing, {}, ratios), steps)]
+    return [
+        *alone,
+        Point("cached, attending to all, sweep, 0.6 + MagCache 0.06", None, MagCached(reusing, {}, ratios), steps),
+    ]
 
 
 def described(setting: Setting) -> dict[str, Any]:

@@ -116,11 +116,21 @@ def claims(points: Sequence[dict[str, Any]], lengths: Sequence[dict[str, Any]], 
         if parts:
             found.append(Claim(claim, paper, ", ".join(parts), "not in the paper", sentence))
 
-    same = [p for p in points if p["series"] == "identity, random"]
-    gains = [(p["keep"], named[f"cached, random, {p['keep']:g}"]["psnr"] - p["psnr"]) for p in same]
+    def gains(series: str, over: str) -> list[str]:
+        pairs = [(named[f"{series}, {p['keep']:g}"], p) for p in points if p["series"] == over]
+        return [f"{ours['psnr'] - theirs['psnr']:+.1f} dB at keep {theirs['keep']:g}" for ours, theirs in pairs]
+
     add(
         "a rejected token's own last update keeps a run closer to dense than the identity, at the same budget",
-        [f"{gain:+.1f} dB at keep {keep:g}" for keep, gain in gains],
+        gains("cached, random", "identity, random"),
+    )
+    add(
+        "with it, a band of rows that moves at every step is better than tokens at random",
+        gains("cached, sweep", "cached, random"),
+    )
+    add(
+        "and better still if the band attends to all tokens, by the keys and values that the others last had",
+        gains("cached, attending to all, sweep", "cached, sweep"),
     )
     margins = []
     for point in (p for p in points if p["series"] == "identity, router"):
@@ -130,13 +140,13 @@ def claims(points: Sequence[dict[str, Any]], lengths: Sequence[dict[str, Any]], 
     add("cached updates at the best selection against the paper's identity with its router, at no more FLOPs", margins)
     rivals = []
     for point in (p for p in points if p["series"].startswith("MagCache")):
-        rival = best_within(points, "cached, random", point["flops_share"])
+        rival = best_within(points, "cached", point["flops_share"])
         if rival is not None:
             rivals.append(f"{rival['psnr'] - point['psnr']:+.1f} dB beside {point['series']} ({rival['name']})")
     add("cached updates against a whole-step cache, at no more FLOPs", rivals, "caching is future work")
     by_steps: dict[int, dict[str, float]] = {}
     for point in lengths:
-        by_steps.setdefault(point["steps"], {})[point["series"].split(",")[0]] = point["psnr"]
+        by_steps.setdefault(point["steps"], {})[point["series"]] = point["psnr"]
     add(
         "what suits short runs, at keep 0.6",
         [

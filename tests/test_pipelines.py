@@ -185,7 +185,7 @@ def test_cached_updates_can_be_smaller(tmp_path: Path) -> None:
     assert third == whole / 3
 
 
-@pytest.mark.parametrize("score", ["random", "age", "norm", "update", "router"])
+@pytest.mark.parametrize("score", ["sweep", "random", "age", "norm", "update", "router"])
 def test_tokens_can_be_ranked_without_a_router_and_by_age(score: str, tmp_path: Path) -> None:
     tiny = PIPELINES["sd3"]
     pipe = tiny.load(tmp_path)

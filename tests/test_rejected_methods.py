@@ -129,3 +129,22 @@ def test_a_step_with_cached_updates_and_age_has_no_open_shape() -> None:
     tensors = [value for value in values if isinstance(value, Tensor)]
     assert len(tensors) > 50
     assert all(isinstance(size, int) for tensor in tensors for size in tensor.shape)
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.5, 0.6])
+def test_a_sweep_is_one_moving_band_that_leaves_no_token_waiting(keep: float, tmp_path: Path) -> None:
+    tiny = PIPELINES["sd3"]
+    pipe = tiny.load(tmp_path)
+    with shiva.attach(pipe, shiva.Shiva.preset("sweep", budget=keep)) as session, session.trace() as trace:
+        tiny.image(pipe, steps=13)
+    bands: dict[int, set[int]] = {}
+    for (step, layer), positions in trace.positions.items():
+        band = set(positions[0].tolist())
+        assert bands.setdefault(step, band) == band, f"layer {layer} sees the same tokens as the others"
+    tokens = session.stats[0].tokens
+    for step, band in bands.items():
+        begins = [token for token in band if (token - 1) % tokens not in band]
+        assert len(begins) == 1, f"step {step} runs on one band"
+    for first in range(1, 13 - round(3 / keep)):
+        seen = set().union(*(bands[step] for step in range(first, first + round(3 / keep))))
+        assert seen == set(range(tokens))

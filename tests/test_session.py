@@ -127,11 +127,19 @@ def test_a_step_compiles_without_graph_breaks_once_per_distinct_row(backbone: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"age": 0.5}, {"signals": ("time", "prompt", "layer", "age")}])
+@pytest.mark.parametrize(
+    "options", [{"age": 0.5}, {"signals": ("time", "prompt", "layer", "age")}, {"score": "sweep", "attends": "all"}]
+)
 def test_cached_updates_and_age_compile_too(options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     model, tiny = make_sd3(), BACKBONES["sd3"]
-    calls = [tiny.call(2, 6, 6, timestep=t) for t in (900.0, 600.0, 300.0)]
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    calls = [tiny.call(2, 6, 6, timestep=t) for t in (900.0, 600.0, 300.0, 200.0)]
     with shiva.attach(model, shiva.Shiva(budget=0.5, rejected="cached", **options)) as session:
         for router in session.method.routers.routers:
             if router.proj_a is not None:
@@ -139,10 +147,11 @@ def test_cached_updates_and_age_compile_too(options: dict[str, Any]) -> None:
         eager = [run(model, call) for call in calls]
         assert session.stats[0].kept["transformer_blocks.1"] == 36
         assert session.stats[1].kept["transformer_blocks.1"] == 18
-        session.compile(backend="eager", fullgraph=True)
+        session.compile(backend=backend, fullgraph=True)
         compiled = [run(model, call) for call in calls]
     for a, b in zip(eager, compiled, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert len(graphs) == 2, "the dense first step, and one for all others"
     torch._dynamo.reset()
 
 
@@ -194,7 +203,7 @@ def test_what_cannot_be_attached_to_says_why() -> None:
         shiva.attach(3, shiva.Shiva())
     with pytest.raises(TypeError, match="cannot attach a dict"):
         shiva.attach(make_sd3(), {})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="matches none of the 12 sites"):
+    with pytest.raises(ValueError, match="matches none of the 20 sites"):
         shiva.attach(make_sd3(), Untouched(MethodConfig(), BackboneSpec("", 4, 32, 32, 20)))
 
 

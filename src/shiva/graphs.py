@@ -93,10 +93,10 @@ class GraphRunner:
         program = self.session.program(ctx, **call)
         with torch.no_grad():
             replay, output = self.recorder.record(lambda: program(**call))
-        if ctx.run:
+        if ctx.run or "drawn" in ctx.memory:
             raise ValueError(
                 f"{self.session.method} carries tensors from step to step, which a recorded graph would not see; "
-                "pass rejected='identity' and age=0, or stop with session.runner = None"
+                "pass rejected='identity', age=0 and score='router', or stop with session.runner = None"
             )
         return Recording([leaf for leaf in static if isinstance(leaf, Tensor)], replay, output, ctx)
 

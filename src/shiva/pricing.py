@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,14 +33,34 @@ def meta_call(module: nn.Module, **call: Any) -> Any:
         return functional_call(module, weights, kwargs=call)
 
 
-def site_cost(site: Site, call: Call, shapes: StepContext) -> SiteCost:
-    """The FLOPs of a site as a function of its image tokens, from three lengths on the meta device."""
+@contextlib.contextmanager
+def lengthened(sites: Sequence[Site], shapes: StepContext) -> Iterator[None]:
+    """Inside this context the sites return all image tokens, however few they got."""
+
+    def lengthen(site: Site, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        tokens = shapes.tokens + (shapes.text_tokens if site.text_leads else 0)
+        return output.new_empty(output.shape[0], tokens, output.shape[2])
+
+    handles = [site.module.register_forward_hook(functools.partial(lengthen, site)) for site in sites]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def site_cost(site: Site, call: Call, shapes: StepContext, whole: Sequence[Site] = ()) -> SiteCost:
+    """The FLOPs of a site as a function of its image tokens, from three lengths on the meta device.
+
+    `whole` are projections inside it whose results attention sees of all tokens of the grid.
+    """
     batch, _, width = site.image_of(call, shapes).shape
 
     def flops_at(tokens: int) -> Flops:
         image = torch.empty(batch, tokens, width, device="meta", dtype=call[site.image].dtype)
         positions = torch.empty(batch, tokens, device="meta", dtype=torch.long)
-        same = Reduction(reduce=lambda x: x, restore=lambda x, base: x, positions=positions)
-        return count(lambda: site.run(functools.partial(meta_call, site.module), call, image, same, shapes))
+        same = Reduction(lambda x: x, lambda x, base: x, positions, whole_keys=bool(whole))
+        with lengthened(whole, shapes):
+            return count(lambda: site.run(functools.partial(meta_call, site.module), call, image, same, shapes))
 
     return SiteCost.fit(flops_at)

@@ -121,6 +121,7 @@ class Session:
         self.runner: Callable[[StepContext, Call], Any] | None = None
         """Runs a step in the transformer's place, such as by replaying a recorded graph of it."""
         self._hooked: list[nn.Module] = []
+        self._prepared = contextlib.ExitStack()
         self._blocks = [site.name for site in backbone.sites(transformer) if site.kind == "block"]
         method.to(next(transformer.parameters()).device)
         self._attach()
@@ -135,7 +136,10 @@ class Session:
                 f"{type(self.method).__name__} matches none of the {len(sites)} sites of "
                 f"{self.spec.name} ({self.spec.layers} layers); widen its layers or sites"
             )
+        self.method.check_sites(acting)
+        whole = {site.layer for site in acting if site.kind == "keys"}
         try:
+            self._prepared.enter_context(self.backbone.whole_keys(self.transformer, whole))
             for site in sites:
                 if site.kind == "block" or site in acting:
                     self._register(site.module, SiteHook(self, site))
@@ -157,6 +161,7 @@ class Session:
                 module.__dict__.pop("forward", None)
                 del module._diffusers_hook
         self._hooked.clear()
+        self._prepared.close()
         if self._adapter is not None:
             self._adapter.remove()
             self._adapter = None
@@ -333,13 +338,17 @@ class Session:
         if self._example is None:
             raise RuntimeError("no call has been seen yet; run the pipeline once, then ask for its cost")
         example = self._example
-        text_tokens = self.backbone.surroundings(self.transformer, example).text_tokens
-        shapes = StepContext(grid=(0, 0), timestep=0.0, text_tokens=text_tokens)
+        around = self.backbone.surroundings(self.transformer, example)
+        shapes = StepContext(grid=around.grid, timestep=0.0, text_tokens=around.text_tokens)
+        keys = [s for s in self.backbone.sites(self.transformer) if s.kind == "keys" and self.method.selects(s)]
+        whole = {site.name: [s for s in keys if s.name.startswith(f"{site.name}.")] for site in sites}
         self._probe = {}
         try:
             with self.disabled(), caches_off(self.transformer):
                 dense = count(lambda: meta_call(self.transformer, **example))
-                costs = {site.name: site_cost(site, self._probe[site.name], shapes) for site in sites}
+                costs = {
+                    site.name: site_cost(site, self._probe[site.name], shapes, whole[site.name]) for site in sites
+                }
         finally:
             self._probe = None
         return dense, costs
@@ -351,7 +360,7 @@ class Session:
     def summary(self) -> Summary:
         """Kept tokens, keep ratio and FLOPs by layer and step of the current run, and where time went."""
         sites = self.backbone.sites(self.transformer)
-        acting = [site for site in sites if self.method.selects(site)]
+        acting = [site for site in sites if site.kind != "keys" and self.method.selects(site)]
         skipped = {name for step in self.stats for name in step.skipped}
         priced = [site for site in sites if site in acting or site.name in skipped]
         dense, costs = self._price(priced) if self.stats else (ZERO, {})

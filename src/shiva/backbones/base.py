@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -41,6 +42,13 @@ class RopeRows:
 
     def __getitem__(self, axes: Any) -> Tensor:
         return self.rows[:, :, None, :]
+
+
+class Ropes(NamedTuple):
+    """Rotary (cos, sin) rows where an attention has more keys than queries."""
+
+    queries: tuple[Any, Any]
+    keys: tuple[Any, Any]
 
 
 def gather_rope(rope: tuple[Tensor, Tensor], positions: Tensor, text_tokens: int) -> tuple[Any, Any]:
@@ -105,8 +113,10 @@ class Site:
             call[self.image] = image
         if reduction is not None and self.rope is not None and call.get(self.rope) is not None:
             with ctx.phase("rope"):
-                call[self.rope] = gather_rope(call[self.rope], reduction.positions, ctx.text_tokens)
-        if reduction is not None and self.mask is not None and call.get(self.mask) is not None:
+                gathered = gather_rope(call[self.rope], reduction.positions, ctx.text_tokens)
+                call[self.rope] = Ropes(gathered, call[self.rope]) if reduction.whole_keys else gathered
+        masked = self.mask is not None and call.get(self.mask) is not None
+        if reduction is not None and masked and not reduction.whole_keys:
             keys = reduction.positions[:, None, :]
             call[self.mask] = call[self.mask].expand(keys.shape[0], -1, -1).gather(2, keys)
         return self.unpack(forward(**call), ctx.text_tokens)
@@ -130,6 +140,17 @@ class Site:
         if len(self.outputs) == 1:
             return streams.image
         return tuple(getattr(streams, name) for name in self.outputs)
+
+
+def key_sites(path: str, layer: int, attention: Any, text_leads: bool = False) -> list[Site]:
+    """The projections of an attention over image tokens to their keys and values; none where they are fused."""
+    if getattr(attention, "fused_projections", False):
+        return []
+    modules = [(f"{path}.{name}", getattr(attention, name)) for name in ("to_k", "to_v")]
+    return [
+        Site(name, "keys", layer, module, image=parameter_names(module)[0], text_leads=text_leads)
+        for name, module in modules
+    ]
 
 
 class Surroundings(NamedTuple):
@@ -161,6 +182,10 @@ class Backbone:
 
     def sites(self, transformer: Any) -> list[Site]:
         raise NotImplementedError
+
+    def whole_keys(self, transformer: Any, layers: Collection[int]) -> contextlib.AbstractContextManager[Any]:
+        """A context in which attention of these layers takes more keys than queries; most do anyway."""
+        return contextlib.nullcontext()
 
     def spec(self, transformer: Any) -> BackboneSpec:
         raise NotImplementedError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shiva.backbones.base import Backbone, Call, Signals, Site, Surroundings, register
+from shiva.backbones.base import Backbone, Call, Signals, Site, Surroundings, key_sites, register
 from shiva.core.method import BackboneSpec
 
 
@@ -18,6 +18,7 @@ class DiT(Backbone):
             path = f"transformer_blocks.{layer}"
             sites.append(Site(path, "block", layer, block, mask=mask))
             sites.append(Site(f"{path}.attn1", "attention", layer, block.attn1, mask=mask))
+            sites += key_sites(f"{path}.attn1", layer, block.attn1)
             sites.append(Site(f"{path}.ff", "ffn", layer, block.ff))
         return sites
 

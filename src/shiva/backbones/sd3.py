@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shiva.backbones.base import Backbone, Call, Signals, Site, Surroundings, register
+from shiva.backbones.base import Backbone, Call, Signals, Site, Surroundings, key_sites, register
 from shiva.core.method import BackboneSpec
 
 
@@ -17,8 +17,10 @@ class SD3(Backbone):
             path = f"transformer_blocks.{layer}"
             sites.append(Site(path, "block", layer, block, outputs=("text", "image")))
             sites.append(Site(f"{path}.attn", "attention", layer, block.attn, outputs=("image", "text")))
+            sites += key_sites(f"{path}.attn", layer, block.attn)
             if block.attn2 is not None:
                 sites.append(Site(f"{path}.attn2", "attention", layer, block.attn2))
+                sites += key_sites(f"{path}.attn2", layer, block.attn2)
             sites.append(Site(f"{path}.ff", "ffn", layer, block.ff))
         return sites
 

@@ -7,6 +7,7 @@ A transformer call meets a method at these places, in this order; a method overr
         method.observe(x, site, ctx)             # the block's input, before any sub-layer
         around block:        x -> reduce -> block      -> restore -> x'
           around attention:      normed x -> reduce -> attention -> restore -> update
+            around keys:             the projections to keys and values, which may return more tokens than they got
           around ffn:            normed x -> reduce -> ffn       -> restore -> update
     method.end_step(output, ctx)                 # the model's prediction
 
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from shiva.core.context import StepContext
 from shiva.core.reduction import Reduction, Streams
 
-SiteKind = Literal["block", "attention", "cross_attention", "ffn"]
+SiteKind = Literal["block", "attention", "keys", "cross_attention", "ffn"]
 GuidancePolicy = Literal["shared", "per-sample", "max"]
 
 Run: TypeAlias = Callable[[Tensor, "Reduction | None"], Streams]
@@ -122,6 +123,9 @@ class Method(nn.Module):
     def selects(self, site: Place) -> bool:
         """Whether the method acts at this site at all."""
         return site.kind in self.sites
+
+    def check_sites(self, sites: Sequence[Place]) -> None:
+        """Refuse a transformer that lacks sites the method cannot do without; `sites` are those it selects."""
 
     def plan(self, ctx: StepContext, timesteps: list[float] | None) -> tuple[int, ...]:
         """Tokens to keep per layer at this step, where that is known beforehand; () otherwise."""

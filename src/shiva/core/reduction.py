@@ -28,6 +28,8 @@ class Reduction:
     reduce: Callable[[Tensor], Tensor]  # (B, N, D) -> (B, K, D)
     restore: Callable[[Tensor, Tensor], Tensor]  # results (B, K, D), base (B, N, D) -> (B, N, D)
     positions: Tensor  # (B, K): the grid position each reduced token stands for
+    whole_keys: bool = False
+    """Attention inside still sees a key of every token, so a mask over keys stays whole."""
 
 
 def flat_rows(indices: Tensor, tokens: int) -> Tensor:

@@ -88,9 +88,13 @@ class RejectedMethod(Method):
         known = None if self.training else ctx.steps
         return "cached" if known is None or known >= CACHED_FROM else "near"
 
-    def caches(self, layer: int, ctx: StepContext) -> bool:
+    def ever_caches(self, layer: int) -> bool:
+        """Whether a layer's updates are ever kept."""
         layers = self.config.cache_layers
-        return self.rejected(ctx) == "cached" and (layers is None or layer in layers)
+        return self.config.may_cache and (layers is None or layer in layers)
+
+    def caches(self, layer: int, ctx: StepContext) -> bool:
+        return self.rejected(ctx) == "cached" and self.ever_caches(layer)
 
     def dense_step(self, step: int, ctx: StepContext) -> bool:
         """Whether a step of this run is meant to see all tokens."""
@@ -137,11 +141,13 @@ class RejectedMethod(Method):
                 return near_updates(indices, self.nearest(x, indices, ctx))
             return select(indices, x.shape[1])
 
+    def cache_dtype(self, values: Tensor) -> torch.dtype:
+        return CACHE_DTYPES[self.config.cache_dtype] or values.dtype
+
     def refresh(self, out: Tensor, base: Tensor, layer: int, ctx: StepContext) -> None:
         """After a dense pass every token's update out - base (B, N, D) is new."""
         if self.caches(layer, ctx):
-            dtype = CACHE_DTYPES[self.config.cache_dtype] or out.dtype
-            ctx.run[self.key("update", layer, ctx)] = (out - base).to(dtype)
+            ctx.run[self.key("update", layer, ctx)] = (out - base).to(self.cache_dtype(out))
         if self.tracks_age:
             ctx.run[self.key("age", layer, ctx)] = out.new_zeros(out.shape[:2], dtype=torch.float32)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -48,7 +48,8 @@ class Shiva(SelectConfig):
     """Training: the budget follows the ratios without their exploration noise; the paper's follows the noisy ones."""
 
     presets: ClassVar = {
-        "paper": {"estimator": "input", "signal_length": "own", "beta": 0.2, "dual": 0.0, "noise_free": False}
+        "paper": {"estimator": "input", "signal_length": "own", "beta": 0.2, "dual": 0.0, "noise_free": False},
+        "sweep": {"score": "sweep", "rejected": "cached", "attends": "all"},
     }
     fixed: ClassVar = SelectConfig.fixed | {"policy"}
 
@@ -115,8 +116,8 @@ class ShivaMethod(SelectMethod):
         self.schedule = schedule
         self._tables.clear()
 
-    def selects(self, site: Place) -> bool:
-        return site.kind == "block" and site.layer not in self.schedule.dense
+    def dense_layers(self) -> Collection[int]:
+        return self.schedule.dense
 
     # -- how many ------------------------------------------------------------------------------------
 

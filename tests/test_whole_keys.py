@@ -1,0 +1,96 @@
+"""attends="all": selected tokens see the keys and values that the others last had."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shiva
+from shiva.core.cost import count
+from shiva.methods._select import SelectConfig
+
+from tiny import BACKBONES, Tiny, call_sd3, make_sd3
+
+TABLE = {**BACKBONES, "sd3 with dual attention": Tiny(lambda: make_sd3(dual=(0, 1, 2)), call_sd3)}
+SWEEP = shiva.Shiva.preset("sweep", budget=0.5)
+
+
+@torch.no_grad()
+def two_steps(model: Any, tiny: Tiny) -> Tensor:
+    """The output of a step that differs from the one before it by next to nothing."""
+    model(**tiny.call(2, 4, 6, timestep=500.001))
+    return model(**tiny.call(2, 4, 6, timestep=500.0))[0]
+
+
+@pytest.mark.parametrize("backbone", TABLE)
+@pytest.mark.parametrize("config", [SWEEP, shiva.NeuralSort(keep=0.5, rejected="cached", attends="all")], ids=repr)
+def test_where_nothing_changes_a_reduced_step_is_the_dense_one(backbone: str, config: SelectConfig) -> None:
+    tiny = TABLE[backbone]
+    model = tiny.make()
+    dense = two_steps(model, tiny)
+    errors = {}
+    for attends in ("selected", "all"):
+        with shiva.attach(model, config, attends=attends) as session:
+            errors[attends] = float((two_steps(model, tiny) - dense).abs().max())
+            assert session.stats[1].kept[session._blocks[1]] == 12, "the second step runs on half of the tokens"
+    assert errors["all"] < 0.01 * errors["selected"]
+    assert torch.equal(two_steps(model, tiny), dense), "detached"
+
+
+@pytest.mark.parametrize("backbone", TABLE)
+def test_its_attention_is_priced_as_it_runs(backbone: str) -> None:
+    tiny = TABLE[backbone]
+    model = tiny.make()
+    with shiva.attach(model, SWEEP) as session, torch.no_grad():
+        model(**tiny.call(2, 4, 6, timestep=900.0))
+        ran = count(lambda: model(**tiny.call(2, 4, 6, timestep=600.0)))
+        dense, reduced = session.summary().step_flops()
+        assert reduced.attention == pytest.approx(ran.attention)
+        assert reduced.attention < dense.attention
+        assert reduced.linear == pytest.approx(ran.linear, rel=0.05), "signals of a router are not the model's"
+        inside = session.cost_model()
+        assert inside.step(session.ctx.counts).true == pytest.approx(reduced.true)  # type: ignore[union-attr]
+
+
+def test_keys_are_counted_as_memory_and_may_be_smaller() -> None:
+    model, sizes = make_sd3(), []
+    for options in ({}, {"attends": "selected"}, {"cache_dtype": "bfloat16"}, {"cache_layers": (1,)}):
+        with shiva.attach(model, SWEEP, **options) as session, torch.no_grad():
+            model(**call_sd3(2, 4, 4, timestep=900.0))
+            model(**call_sd3(2, 4, 4, timestep=600.0))
+            sizes.append(session.summary().cached_bytes)
+    whole, updates, half, one = sizes
+    assert updates * 3 == whole == half * 2 == one * 3, "an update, a key and a value for each of three layers"
+
+
+def test_flux_keeps_its_processors_and_their_backend() -> None:
+    model: Any = BACKBONES["flux"].make()
+    before = [block.attn.processor for block in model.transformer_blocks]
+    with shiva.attach(model, SWEEP):
+        assert [type(b.attn.processor).__name__ for b in model.single_transformer_blocks] == ["WholeKeys"] * 2
+        model.set_attention_backend("_native_math")
+    assert [block.attn.processor for block in model.transformer_blocks] == before
+    assert model.single_transformer_blocks[0].attn.processor._attention_backend is not None
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="pass rejected='cached' too"):
+        shiva.Shiva(attends="all")
+    with pytest.raises(ValueError, match=r"attends='some'.*selected"):
+        shiva.Shiva(attends="some")
+    fused: Any = BACKBONES["flux"].make()
+    fused.fuse_qkv_projections()
+    with pytest.raises(ValueError, match="unfuse_qkv_projections"):
+        shiva.attach(fused, SWEEP)
+    model = make_sd3()
+    with shiva.attach(model, SWEEP) as session:
+        session.method.train()
+        with pytest.raises(ValueError, match="attends='all' is for inference"):
+            model(**call_sd3(1, 4, 4))
+    other: Any = BACKBONES["flux"].make()
+    other.transformer_blocks[1].attn.processor = torch.nn.Identity()
+    with pytest.raises(TypeError, match="finds Identity"):
+        shiva.attach(other, SWEEP)
