@@ -20,7 +20,15 @@ from shiva.measure import figures, shapes
 from shiva.measure.anatomy import anatomy_sheet, measure_anatomy
 from shiva.measure.compiling import compile_sheet, count_graphs, export_steps, measure_compile
 from shiva.measure.compose import add_cache, attention_cache_refusals, compose_sheet, measure_compose
-from shiva.measure.contenders import Contender, Entry, baseline_entries, learned_shape, shiva_entry, typical_row
+from shiva.measure.contenders import (
+    Contender,
+    Entry,
+    baseline_entries,
+    learned_shape,
+    shiva_entry,
+    sweep_entry,
+    typical_row,
+)
 from shiva.measure.flops import flops_sheet, measure_flops
 from shiva.measure.roofline import DEVICES, Kernel, kernels_of, predict
 from shiva.measure.scale import growth_sheet, measure_growth, measure_path, path_sheet
@@ -97,11 +105,11 @@ def test_the_learned_tables_shape_is_structure_first_and_detail_later() -> None:
 @pytest.mark.slow
 def test_a_step_holds_shiva_against_every_baseline(small: Any, tmp_path: Path) -> None:
     chosen = small(layers=12)
-    entries = {"shiva 0.6": shiva_entry(0.6), **baseline_entries()}
+    entries = {"shiva 0.6": shiva_entry(0.6), "sweep 0.6": sweep_entry(0.6), **baseline_entries()}
     results, skipped = measure_step(chosen, entries, rounds=1, warmup=0)
     assert not skipped
     assert [row.name for row in results] == ["dense", *entries]
-    assert results[1].limit > 1
+    assert min(results[1].limit, results[2].limit) > 1
     sheet = step_sheet(chosen, results, skipped, "adaptive")
     found = {"methods": [row.to_dict() for row in results]}
     document = publish("step", tmp_path, [sheet], found, {}, figures.draw_step)

@@ -115,10 +115,10 @@ class Site:
             with ctx.phase("rope"):
                 gathered = gather_rope(call[self.rope], reduction.positions, ctx.text_tokens)
                 call[self.rope] = Ropes(gathered, call[self.rope]) if reduction.whole_keys else gathered
-        masked = self.mask is not None and call.get(self.mask) is not None
-        if reduction is not None and masked and not reduction.whole_keys:
+        mask = None if self.mask is None else call.get(self.mask)
+        if reduction is not None and self.mask and mask is not None and not reduction.whole_keys:
             keys = reduction.positions[:, None, :]
-            call[self.mask] = call[self.mask].expand(keys.shape[0], -1, -1).gather(2, keys)
+            call[self.mask] = mask.expand(keys.shape[0], -1, -1).gather(2, keys)
         return self.unpack(forward(**call), ctx.text_tokens)
 
     def unpack(self, output: Any, text_tokens: int = 0) -> Streams:

@@ -97,7 +97,7 @@ class Flux(Backbone):
 
     @contextlib.contextmanager
     def whole_keys(self, transformer: Any, layers: Collection[int]) -> Iterator[None]:
-        attentions = [self.blocks(transformer)[layer].attn for layer in layers]
+        attentions: list[Any] = [self.blocks(transformer)[layer].attn for layer in layers]
         foreign = {type(attn.processor).__name__ for attn in attentions} - {"FluxAttnProcessor"}
         if foreign:
             raise TypeError(

@@ -17,7 +17,7 @@ from shiva.measure import figures
 from shiva.measure.anatomy import anatomy_sheet, measure_anatomy
 from shiva.measure.compiling import compile_sheet, count_graphs, export_sheet, export_steps, measure_compile
 from shiva.measure.compose import attention_cache_refusals, compose_sheet, measure_compose
-from shiva.measure.contenders import Entry, baseline_entries, shiva_entry
+from shiva.measure.contenders import Entry, baseline_entries, shiva_entry, sweep_entry
 from shiva.measure.flops import flops_sheet, measure_flops, paper_presets, to_dicts
 from shiva.measure.roofline import predict, roofline_sheet
 from shiva.measure.scale import LENGTHS, growth_sheet, measure_growth, measure_path, path_sheet
@@ -90,6 +90,7 @@ def step(
     batch: Batch = None,
     budgets: Budgets = "0.9,0.8,0.7,0.6",
     flat: Flat = False,
+    sweeps: Annotated[str, typer.Option(help="Budgets of the moving band that attends to all tokens")] = "0.6,0.4",
     baselines: Annotated[bool, typer.Option(help="Every other method at its paper preset too")] = False,
     compiled: Annotated[bool, typer.Option("--compiled", help="Compile dense and every method")] = False,
     rounds: Rounds = 3,
@@ -99,7 +100,8 @@ def step(
 ) -> None:
     """One denoising step: dense against Shiva at several budgets, and the other methods."""
     chosen = chosen_shape(model, layers, height, width, batch)
-    entries = shiva_entries(budgets, flat) | (baseline_entries() if baselines else {})
+    entries = shiva_entries(budgets, flat) | {f"sweep {budget:g}": sweep_entry(budget) for budget in numbers(sweeps)}
+    entries |= baseline_entries() if baselines else {}
     with progress_line(threads) as progress:
         results, skipped = measure_step(chosen, entries, rounds, compiled=compiled, progress=progress)
     how = f"{'flat' if flat else 'adaptive'} table, {'compiled' if compiled else 'eager'}"

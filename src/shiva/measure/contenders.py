@@ -64,6 +64,11 @@ class Entry:
     keep_ffn: float | None = None
     """DyDiT: the share of tokens that its untrained masks are set to."""
 
+    @property
+    def carries(self) -> bool:
+        """Whether a step needs those before it: what is timed then is a later step of a run, not its dense first."""
+        return getattr(self.config, "rejected", None) == "cached"
+
     def build(self, transformer: nn.Module) -> Method:
         method = self.config.build(backbone_of(transformer).spec(transformer))
         if self.schedule is not None:
@@ -83,6 +88,11 @@ def shiva_entry(budget: float, flat: bool = False, **options: Any) -> Entry:
         return flat_table if flat else typical_row(learned_shape(layers), budget)
 
     return Entry(Shiva(**options), table, PAPER_SHIVA.get(budget))
+
+
+def sweep_entry(budget: float) -> Entry:
+    """The moving band that attends to all tokens, at a flat ratio."""
+    return Entry(Shiva.preset("sweep"), lambda layers: RatioSchedule.flat(budget, layers))
 
 
 DYDIT_FFN_KEEP = 0.36
@@ -136,12 +146,16 @@ class Contender:
     def __init__(self, entry: Entry, transformer: nn.Module, call: dict[str, Any], guidance: str = "auto"):
         self.transformer = twin(transformer)
         self.session: Session = attach(self.transformer, entry.build(transformer), guidance=guidance)
-        self.call = call
+        self.call, self.carries = call, entry.carries
         self.turns = 0
 
     def prepare(self) -> Callable[[], Any]:
-        """One turn. New latents begin a new run, as they do for the session in a pipeline."""
+        """One turn: a run of its own, or the next step of one run, which begins here with a dense step."""
         call = new_run(self.call)
+        if self.carries:
+            if self.turns == 0:
+                self.transformer(**call)
+            call["timestep"] = call["timestep"] * (1 - (self.turns + 1) / 1000)
         self.turns += 1
         return lambda: self.transformer(**call)
 
@@ -154,7 +168,15 @@ class Contender:
 
 
 def new_run(call: dict[str, Any]) -> dict[str, Any]:
+    """New latents begin a new run, as they do for the session in a pipeline; unless the timestep falls."""
     return {**call, "hidden_states": call["hidden_states"].clone()}
+
+
+def count_later_step(entry: Entry, transformer: nn.Module, call: dict[str, Any]) -> Flops:
+    """FLOPs of the second step of a run, as it is computed: only values tell steps apart."""
+    with torch.no_grad():
+        second = Contender(entry, transformer, call).prepare()
+    return count(second)
 
 
 def count_step(shape: Shape, entry: Entry | None) -> Flops:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from shiva.core.cost import count
-from shiva.measure.contenders import Contender, Entry, count_step, twin
+from shiva.core.cost import Flops, count
+from shiva.measure.contenders import Contender, Entry, count_later_step, count_step, twin
 from shiva.measure.latency import interleave
 from shiva.measure.shapes import Shape
 from shiva.measure.sheet import Sheet
@@ -80,8 +80,7 @@ def measure_step(
     for name, timing in timings.items():
         flops = dense
         if name in contenders:
-            depends_on_data = entries[name].keep_ffn is not None
-            flops = count(contenders[name].prepare()) if depends_on_data else count_step(shape, entries[name])
+            flops = flops_of(shape, entries[name], contenders[name], transformer)
         results.append(
             StepResult(
                 name=name,
@@ -96,6 +95,13 @@ def measure_step(
             )
         )
     return results, skipped
+
+
+def flops_of(shape: Shape, entry: Entry, contender: Contender, transformer: torch.nn.Module) -> Flops:
+    """Of the step that was timed: on the meta device where shapes alone tell."""
+    if entry.carries:
+        return count_later_step(entry, transformer, contender.call)
+    return count(contender.prepare()) if entry.keep_ffn is not None else count_step(shape, entry)
 
 
 def step_sheet(shape: Shape, results: list[StepResult], skipped: list[Skipped], how: str) -> Sheet:
