@@ -53,7 +53,7 @@ def test_generate_writes_images_and_what_was_spared(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_demo_writes_a_page_that_needs_no_network(tmp_path: Path) -> None:
-    result = shiva("demo", "--steps", "2", "--output", tmp_path)
+    result = shiva("demo", "--steps", "3", "--output", tmp_path)
     assert result.returncode == 0, result.stderr
     page = (tmp_path / "index.html").read_text()
     assert "octopus" in page

@@ -159,7 +159,7 @@ def test_a_person_types_drags_and_sees_both_images_and_the_figures_change(studio
             wait.until(lambda _: "of 256 tokens" in text("share") and source("overlay"))
             overlay = source("overlay")
 
-            drag(browser, "layer", 2)
+            drag(browser, "layer", -4)  # to the first, which sees all tokens
             wait.until(lambda _: source("overlay") != overlay)
 
             drag(browser, "budget", 8)  # to 1.0: the table shifts, and the dense image comes out

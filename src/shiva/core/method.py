@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from shiva.core.reduction import Reduction, Streams
 
 SiteKind = Literal["block", "attention", "keys", "cross_attention", "ffn"]
 GuidancePolicy = Literal["shared", "per-sample", "max"]
+Config = TypeVar("Config", bound="MethodConfig")
 
 Run: TypeAlias = Callable[[Tensor, "Reduction | None"], Streams]
 """Runs the site on image tokens (B, K, D); None for the reduction means all of them, in order."""
@@ -192,8 +193,8 @@ class MethodConfig:
         raise NotImplementedError
 
     @classmethod
-    def preset(cls, name: str, **changes: Any) -> MethodConfig:
-        """The config under a named set of values: `official` (the default) or `paper`."""
+    def preset(cls: type[Config], name: str, **changes: Any) -> Config:
+        """The config under a named set of values: `official` (the default), `paper`, or another of the class."""
         known = {"official": {}, **cls.presets}
         if name not in known:
             raise ValueError(f"{cls.__name__} has no preset {name!r}; pass one of {', '.join(map(repr, known))}")

@@ -162,6 +162,11 @@ class Contender:
     def compile(self) -> None:
         self.session.compile()
 
+    def priced(self) -> Flops:
+        """FLOPs of the latest turn by the session's own prices, without the method's own products."""
+        assert self.session.ctx is not None
+        return self.session.cost_model().step(self.session.ctx.counts)
+
     def overhead(self) -> dict[str, float]:
         """Milliseconds a step in each phase of the reduction path, over all turns."""
         return {phase: 1e3 * spent / max(1, self.turns) for phase, spent in self.session.phases().items()}
@@ -170,13 +175,6 @@ class Contender:
 def new_run(call: dict[str, Any]) -> dict[str, Any]:
     """New latents begin a new run, as they do for the session in a pipeline; unless the timestep falls."""
     return {**call, "hidden_states": call["hidden_states"].clone()}
-
-
-def count_later_step(entry: Entry, transformer: nn.Module, call: dict[str, Any]) -> Flops:
-    """FLOPs of the second step of a run, as it is computed: only values tell steps apart."""
-    with torch.no_grad():
-        second = Contender(entry, transformer, call).prepare()
-    return count(second)
 
 
 def count_step(shape: Shape, entry: Entry | None) -> Flops:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shiva.core.cost import Flops, count
-from shiva.measure.contenders import Contender, Entry, count_later_step, count_step, twin
+from shiva.measure.contenders import Contender, Entry, count_step, twin
 from shiva.measure.latency import interleave
 from shiva.measure.shapes import Shape
 from shiva.measure.sheet import Sheet
@@ -80,7 +80,7 @@ def measure_step(
     for name, timing in timings.items():
         flops = dense
         if name in contenders:
-            flops = flops_of(shape, entries[name], contenders[name], transformer)
+            flops = flops_of(shape, entries[name], contenders[name])
         results.append(
             StepResult(
                 name=name,
@@ -97,10 +97,10 @@ def measure_step(
     return results, skipped
 
 
-def flops_of(shape: Shape, entry: Entry, contender: Contender, transformer: torch.nn.Module) -> Flops:
-    """Of the step that was timed: on the meta device where shapes alone tell."""
+def flops_of(shape: Shape, entry: Entry, contender: Contender) -> Flops:
+    """Of the step that was timed: counted on the meta device, where neither data nor earlier steps matter."""
     if entry.carries:
-        return count_later_step(entry, transformer, contender.call)
+        return contender.priced()
     return count(contender.prepare()) if entry.keep_ffn is not None else count_step(shape, entry)
 
 

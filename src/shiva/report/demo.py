@@ -36,6 +36,7 @@ PROMPTS = (
     "smiling face with sunglasses",
 )
 BUDGETS = (0.9, 0.8, 0.7, 0.6)
+SWEEPS = (0.6, 0.4)
 DENSE = "dense"
 
 
@@ -43,7 +44,7 @@ def demo(
     model: Annotated[Path, typer.Option(help="Folder of the embedded pipeline")] = Path("models/emoji"),
     checkpoints: Annotated[Path, typer.Option(help="Folder of Shiva checkpoints for it")] = Path("models/shiva"),
     output: Annotated[Path, typer.Option(help="Where images and page go")] = Path("outputs/demo"),
-    steps: Annotated[int, typer.Option(help="Denoising steps")] = 20,
+    steps: Annotated[int, typer.Option(help="Denoising steps", min=3)] = 20,
     guidance: Annotated[float, typer.Option(help="Guidance scale")] = 4.0,
     seed: Annotated[int, typer.Option(help="Seed of the first prompt's noise")] = 0,
     rounds: Annotated[int, typer.Option(help="Turns that every method is timed in", min=1)] = 2,
@@ -76,10 +77,12 @@ def demo(
     rows = comparison(outcomes)
     console.print(draw_table(rows, steps))
     page = draw_page(outcomes, rows, steps, guidance)
-    sparest = min(contenders, key=lambda name: flops_share(outcomes[name]))
-    closer = {sparest: contenders[sparest]}
+    lowest = [point("Shiva", BUDGETS[-1]), point("Sweep", SWEEPS[-1])]
+    closer = {name: contenders[name] for name in lowest if name in contenders}
     seen = generate(pipe, PROMPTS[:1], closer, steps=steps, guidance=guidance, seed=seed, trace=True, **arguments)
-    draw_choices(page, sparest, PROMPTS[0], seen[sparest])
+    page.heading("Which tokens")
+    for name, outcome in seen.items():
+        draw_choices(page, name, PROMPTS[0], outcome)
     sign(page)
     for name, outcome in outcomes.items():
         folder = output / name.replace(" ", "-")
@@ -91,17 +94,19 @@ def demo(
 
 
 def operating_points(folder: Path) -> dict[str, Contender]:
-    """Dense, and Shiva's four budgets from the nearest trained checkpoint; without any, what needs no training."""
+    """Dense, Shiva's four budgets from the nearest trained checkpoint, and the moving band, which needs none."""
     found = {float(path.name) / 100: path for path in folder.glob("*") if path.name.isdigit()}
     points = {DENSE: Contender(None)}
     if not found:
         points["ToMeSD 25 % merged"] = Contender(ToMeSD.preset("paper"))
-        points["60 % kept, rest cached"] = Contender(Shiva(budget=0.6, score="random", rejected="cached"))
-        return points
-    for budget in BUDGETS:
+    for budget in BUDGETS if found else ():
         trained = min(found, key=lambda at: (abs(at - budget), at))
-        points[f"Shiva {budget:.0%}"] = Contender(found[trained], {"budget": budget})
-    return points
+        points[point("Shiva", budget)] = Contender(found[trained], {"budget": budget})
+    return points | {point("Sweep", budget): Contender(Shiva.preset("sweep", budget=budget)) for budget in SWEEPS}
+
+
+def point(method: str, budget: float) -> str:
+    return f"{method} {budget:.0%}"
 
 
 HEADINGS = ("method", "speed-up", "FLOPs", "FLOPs limit", "PSNR to dense")
@@ -170,7 +175,6 @@ def draw_choices(page: Page, name: str, prompt: str, outcome: Outcome) -> None:
     trace = outcome.trace
     if trace is None or not trace.positions:
         return
-    page.heading("Which tokens")
     with drawing(page):
         kept = figures.schedule_map(trace.keep(), list(trace.timesteps.values()))
         page.figure(kept, f"{name}: share of tokens that each layer ran on at each step.")

@@ -20,8 +20,8 @@ from shiva.measure.generate import Contender, Outcome, generate, psnr
 from shiva.methods import Shiva
 from shiva.session import attach
 
-UNTRAINED = Shiva(budget=0.6, score="random", rejected="cached")
-"""What needs no training: random tokens, the others reuse their last update."""
+UNTRAINED = Shiva.preset("sweep", budget=0.6)
+"""What needs no training: a moving band runs, the others reuse their last update."""
 LONGEST_PROMPT = 300
 STEPS = (4, 50)
 SEEDS = (0, 2**32 - 1)
