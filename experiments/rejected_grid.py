@@ -221,6 +221,6 @@ def whole_step(ratios: Sequence[float], steps: int) -> list[Point]:
 
 
 def described(setting: Setting) -> dict[str, Any]:
-    values = asdict(setting) | {"prompts": setting.prompts.texts, "model": str(setting.model)}
+    values = asdict(setting) | {"prompts": setting.prompts.texts, "model": setting.model.name}
     values.pop("state")
     return values

@@ -22,7 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common import ROOT, Claim, Result, main, progress
-from experiments.rejected_grid import Runner, Setting, described, others, selectors, short_runs, whole_step
+from experiments.rejected_grid import (
+    RANKINGS,
+    REJECTED,
+    Runner,
+    Setting,
+    described,
+    others,
+    selectors,
+    short_runs,
+    whole_step,
+)
 from shiva.measure.compose import add_cache
 from shiva.measure.generate import load_pipeline
 from shiva.measure.prompts import read_prompts
@@ -37,7 +47,6 @@ COLUMNS = {
     "lpips": "LPIPS to dense",
     "text_image": "text-image",
     "frechet": "Fréchet (Lite0)",
-    "seconds": "s an image",
     "cached_mib": "cache, MiB",
 }
 
@@ -171,20 +180,26 @@ def table(details: dict[str, Any]) -> str:
 
 
 def draw(result: Result, axes: Any) -> None:
+    """Colour says what a rejected token gets, the mark what tokens are ranked by; other methods are grey."""
     series: dict[str, list[tuple[float, float]]] = {}
     for point in result.details["points"]:
         name = "MagCache" if point["series"].startswith("MagCache") else point["series"]
         series.setdefault(name, []).append((point["flops_share"], point["psnr"]))
-    dashes = {"identity": ":", "near": "--"}
+    marks = dict(zip(RANKINGS, "os^DX", strict=True))
+    colours = {kind: f"C{number}" for number, kind in enumerate(REJECTED)}
+    others = iter("v<>Pdp*h")
     for name, points in series.items():
-        xs, ys = zip(*sorted(points), strict=True)
-        style = dashes.get(name.split(",")[0], "-")
-        axes.plot(xs, ys, marker="o", markersize=3, linestyle=style, label=name)
+        kind, _, ranking = name.rpartition(", ")
+        known = kind in colours and ranking in marks
+        look = (
+            {"color": colours[kind], "marker": marks[ranking]} if known else {"color": "0.4", "marker": next(others)}
+        )
+        axes.plot(*zip(*sorted(points), strict=True), markersize=4, linewidth=1, label=name, **look)
     front = [p for p in result.details["points"] if p["name"] in result.details["front"]]
     edge = sorted((p["flops_share"], p["psnr"]) for p in front)
-    axes.step(*zip(*edge, strict=True), where="post", color="#999999", linewidth=4, alpha=0.4, label="Pareto front")
+    axes.step(*zip(*edge, strict=True), where="post", color="0.6", linewidth=4, alpha=0.4, label="Pareto front")
     axes.set(xlabel="true FLOPs of the run, share of dense", ylabel="PSNR to dense, dB")
-    axes.legend(fontsize=5)
+    axes.legend(fontsize=5, loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
 def numbers(kind: type) -> Any:

@@ -27,7 +27,7 @@ from shiva.modules.rejected import (
     with_received,
 )
 
-CACHED_FROM = 6
+CACHED_FROM = 4
 """Steps of a run from which `rejected="auto"` caches; experiments/rejected_tokens.py measures short runs."""
 
 CACHE_DTYPES = {"same": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
