@@ -115,10 +115,17 @@ def test_a_whole_step_cache_around_a_session_is_priced_and_leaves_nothing_behind
         assert torch.equal(tiny.image(pipe, steps=6), dense)
 
 
-def test_a_step_with_cached_updates_and_age_has_no_open_shape() -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        shiva.Shiva(budget=0.5, rejected="cached", signals=("time", "prompt", "layer", "age"), age=0.5),
+        shiva.Shiva.preset("sweep", budget=0.5),
+    ],
+    ids=["updates and age", "keys and values"],
+)
+def test_a_step_with_a_cache_has_no_open_shape(config: shiva.Shiva) -> None:
     """A whole step is traced, cache and ages included, and every shape in it is a number."""
     model = make_sd3()
-    config = shiva.Shiva(budget=0.5, rejected="cached", signals=("time", "prompt", "layer", "age"), age=0.5)
     with shiva.attach(model, config) as session, torch.no_grad():
         model(**call_sd3(2, 4, 4, timestep=700.0))
         call = call_sd3(2, 4, 4, timestep=500.0)
