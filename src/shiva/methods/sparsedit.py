@@ -171,7 +171,7 @@ class SparseDiTMethod(Method):
                 f"SparseDiT is not defined on {self.spec.name}: its attention rotates queries and keys by one "
                 "table, and generate and recover blocks hold them at different positions; use SD3, PixArt or DiT"
             )
-        return self.roles.get(site.layer, ("dense", 0))[0] != "dense"
+        return site.kind in self.sites and self.roles.get(site.layer, ("dense", 0))[0] != "dense"
 
     def begin_step(self, ctx: StepContext) -> None:
         if not ctx.blocks_adjoin:
