@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,8 +18,9 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 import shiva
+from experiments.common import progress
 from shiva.checkpoint import write_atomically
-from shiva.measure.generate import Contender, generate
+from shiva.measure.generate import Contender, Outcome, generate
 from shiva.measure.prompts import PromptSet
 from shiva.measure.quality import METRICS, Pictures, Subject, Tools, measure
 from shiva.measure.quality.base import decode
@@ -99,33 +101,32 @@ class Runner:
         self.reference = Pictures.of(torch.cat([real] * len(self.setting.seeds)))
 
     def dense(self, steps: int) -> dict[str, Tensor]:
-        """Images (M, 3, H, W) of the dense model, MagCache's ratios (steps,), and the seconds an image took."""
+        """Images (M, 3, H, W) of the dense model, and MagCache's ratios (steps,)."""
         if steps not in self.known:
             file = self.setting.state / f"dense-{self.setting.key(steps)}.safetensors"
             if not file.is_file():
                 with magnitude_ratios(self.pipe.transformer) as ratios:
-                    images, seconds, _ = self.images(Contender(None), steps)
-                found = {"images": images, "ratios": torch.tensor(ratios[:steps]), "seconds": torch.tensor(seconds)}
+                    images, _ = self.images(Contender(None), steps)
+                found = {"images": images, "ratios": torch.tensor(ratios[:steps])}
                 write_atomically(file, save(found))
             self.known[steps] = load_file(file)
         return self.known[steps]
 
-    def images(self, contender: Contender, steps: int) -> tuple[Tensor, float, Any]:
-        """Images of all prompts and seeds in [0, 1], seconds an image, and the summary of the last run."""
-        made, seconds, texts, summary = [], 0.0, self.setting.prompts.texts, None
+    def generate(self, contender: Contender, steps: int, texts: Sequence[str], seed: int) -> Outcome:
+        """One batch of all texts."""
+        guidance, contenders = self.setting.guidance, {"it": contender}
+        return generate(
+            self.pipe, texts, contenders, steps=steps, guidance=guidance, seed=1000 * seed, max_sequence_length=0
+        )["it"]
+
+    def images(self, contender: Contender, steps: int) -> tuple[Tensor, Any]:
+        """Images of all prompts and seeds in [0, 1], and the summary of the last run."""
+        made, summary = [], None
         for seed in self.setting.seeds:
-            outcome = generate(
-                self.pipe,
-                texts,
-                {"it": contender},
-                steps=steps,
-                guidance=self.setting.guidance,
-                seed=1000 * seed,
-                max_sequence_length=0,
-            )["it"]
+            outcome = self.generate(contender, steps, self.setting.prompts.texts, seed)
             made += [torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255 for image in outcome.images]
-            seconds, summary = seconds + sum(outcome.seconds), outcome.summary
-        return torch.stack(made), seconds / len(made), summary
+            summary = outcome.summary
+        return torch.stack(made), summary
 
     def measure(self, point: Point) -> dict[str, Any]:
         """Scores of one contender; written before it is returned."""
@@ -134,21 +135,35 @@ class Runner:
         file = self.setting.state / f"{self.setting.key(*what)}.json"
         if not file.is_file():
             began = time.process_time()
-            images, seconds, summary = self.images(point.contender, point.steps)
+            images, summary = self.images(point.contender, point.steps)
             found = {
                 "name": point.name,
                 "series": point.series,
                 "keep": point.keep,
                 "steps": point.steps,
                 "flops_share": 1.0 if summary is None else summary.flops_share,
-                "seconds": seconds,
-                "dense_seconds": float(dense["seconds"]),
                 "cached_mib": self.held(point.contender, summary) / 2**20,
                 **self.scores(images, dense["images"]),
                 "cpu_seconds": time.process_time() - began,
             }
             write_atomically(file, json.dumps(found, indent=1).encode())
         return json.loads(file.read_text())
+
+    def pace(self, points: Sequence[Point], rounds: int, texts: int = 2) -> dict[str, float]:
+        """Median time of a whole run by name, as a share of dense; all take turns, and each finished round is kept."""
+        chosen, steps = self.setting.prompts.texts[:texts], {point.steps for point in points}
+        assert len(steps) == 1, "only runs of one length can be held against one dense run"
+        entrants = {"dense": Contender(None)} | {point.name: point.contender for point in points}
+        kept: list[dict[str, float]] = []
+        for number in range(rounds):
+            file = self.setting.state / f"pace-{self.setting.key(repr(entrants), texts, steps, number)}.json"
+            if not file.is_file():
+                turns = progress(list(entrants.items()), f"time, round {number + 1} of {rounds}")
+                taken = {name: self.generate(entrant, *steps, chosen, seed=0).median for name, entrant in turns}
+                write_atomically(file, json.dumps(taken).encode())
+            kept.append(json.loads(file.read_text()))
+        medians = {name: statistics.median(taken[name] for taken in kept) for name in entrants}
+        return {name: seconds / medians["dense"] for name, seconds in medians.items()}
 
     def held(self, contender: Contender, summary: Any) -> int:
         """Bytes kept from step to step by a method, and by MagCache: one update of all blocks for every sample."""
@@ -209,15 +224,21 @@ def others(steps: int) -> list[Point]:
 
 def whole_step(ratios: Sequence[float], steps: int) -> list[Point]:
     """MagCache alone, which a session of keep 1 only watches, and around cached updates."""
-    watched, reusing = shiva.Shiva(budget=1.0), shiva.Shiva.preset("sweep", budget=0.6)
+    watched, threshold = shiva.Shiva(budget=1.0), THRESHOLDS[0]
     alone = [
         Point(f"MagCache {threshold:g}", None, MagCached(watched, {}, ratios, threshold), steps)
         for threshold in THRESHOLDS
     ]
-    return [
-        *alone,
-        Point("cached, attending to all, sweep, 0.6 + MagCache 0.06", None, MagCached(reusing, {}, ratios), steps),
+    around = [
+        Point(
+            f"cached, attending to all, sweep, {keep:g} + MagCache {threshold:g}",
+            None,
+            MagCached(shiva.Shiva.preset("sweep", budget=keep), {}, ratios, threshold),
+            steps,
+        )
+        for keep in (0.8, 0.6)
     ]
+    return alone + around
 
 
 def described(setting: Setting) -> dict[str, Any]:

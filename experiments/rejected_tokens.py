@@ -6,8 +6,9 @@
 Every contender runs the same prompts, noise, steps and guidance. PSNR and LPIPS are distances of its final images to
 the dense run's of as many steps; the text-image score and the Fréchet distance (EfficientNet-Lite0, not FID) are held
 against the prompts and the real images. FLOPs are the true ones of the whole run as a share of dense, its dense first
-step included, the method's own products not. A budget is the mean keep over all steps of the reduced layers, so a
-cache pays for its dense first step out of the others. Without a checkpoint there is no trained router to rank by.
+step included, the method's own products not; time is that of a whole run of two prompts as a share of dense, all
+taking turns, at the keeps `--timed`. A budget is the mean keep over all steps of the reduced layers, so a cache pays
+for its dense first step out of the others. Without a checkpoint there is no trained router to rank by.
 
 Each finished contender is kept under `--state`; the same command continues after a kill.
 """
@@ -38,11 +39,13 @@ from shiva.measure.generate import load_pipeline
 from shiva.measure.prompts import read_prompts
 
 KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+TIMED = (0.8, 0.6, 0.4)
 SHORT = (4, 6, 8, 16, 25)
 PARTS = ("selectors", "others", "whole-step", "short")
 LABELS = ROOT / "recipes" / "emoji" / "data" / "fluent-emoji-64.parquet"
 COLUMNS = {
     "flops_share": "FLOPs",
+    "time_share": "time",
     "psnr": "PSNR to dense, dB",
     "lpips": "LPIPS to dense",
     "text_image": "text-image",
@@ -61,25 +64,27 @@ def run(
     steps: int = 25,
     short: Sequence[int] = SHORT,
     guidance: float = 4.0,
+    timed: Sequence[float] = TIMED,
+    rounds: int = 3,
     parts: Sequence[str] = PARTS,
     state: Path = ROOT / "outputs" / "rejected_tokens",
     quick: bool = False,
 ) -> Result:
     if quick:
-        keeps, prompts, seeds, steps, short = (0.6,), 2, 1, 6, (4,)
+        keeps, prompts, seeds, steps, short, timed = (0.6,), 2, 1, 6, (4,), ()
     pipe = load_pipeline(model, text_encoder_3=None, tokenizer_3=None)
     setting = Setting(model, read_prompts(LABELS).limited(prompts), tuple(range(seeds)), guidance, state)
     runner = Runner(pipe, setting)
-    points = []
-    if "selectors" in parts:
-        points += selectors(checkpoint, aged, keeps, steps)
-    if "others" in parts:
-        points += others(steps)
+    ours = selectors(checkpoint, aged, keeps, steps) if "selectors" in parts else []
+    theirs = others(steps) if "others" in parts else []
     if "whole-step" in parts:
-        points += whole_step(runner.dense(steps)["ratios"].tolist(), steps)
+        theirs += whole_step(runner.dense(steps)["ratios"].tolist(), steps)
     few = short_runs(short) if "short" in parts else []
-    measured = [runner.measure(point) for point in progress(points, "whole runs")]
+    measured = [runner.measure(point) for point in progress(ours + theirs, "whole runs")]
     lengths = [runner.measure(point) for point in progress(few, "short runs")]
+    shares = runner.pace([point for point in ours if point.keep in timed] + theirs, rounds) if timed else {}
+    for found in measured:
+        found["time_share"] = shares.get(found["name"])
     refused = {}
     try:
         add_cache(pipe.transformer, 0.1)
@@ -219,6 +224,8 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--short", type=numbers(int), default=SHORT, metavar="4,6,...", help="lengths of short runs")
+    parser.add_argument("--timed", type=numbers(float), default=TIMED, help="keeps whose runs are timed, in turns")
+    parser.add_argument("--rounds", type=int, default=3, help="turns each timed run takes")
     parser.add_argument("--parts", type=numbers(str), default=PARTS, help="of " + ", ".join(PARTS))
     parser.add_argument("--state", type=Path, default=ROOT / "outputs" / "rejected_tokens", help="finished contenders")
     main("rejected_tokens", parser)

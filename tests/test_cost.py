@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import shiva
-from shiva.core.cost import count
+from shiva import pricing
+from shiva.backbones.base import Site
+from shiva.core.cost import SiteCost, count
 from shiva.measure.shapes import shape
+from shiva.pricing import site_cost
 
 from tiny import BACKBONES
 
@@ -42,3 +47,23 @@ def test_the_price_of_a_reduced_step_is_what_torch_counts(backbone: str) -> None
         assert priced.dense.true == dense.true
         assert priced.step(counts).true == whole.true - signals.true - router.true
         assert session.summary().flops.true == pytest.approx(priced.step(counts).true)
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_blocks_of_one_make_are_counted_once(backbone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[str] = []
+
+    def price(site: Site, *rest: Any) -> SiteCost:
+        counted.append(site.name)
+        return site_cost(site, *rest)
+
+    monkeypatch.setattr(pricing, "site_cost", price)
+    tiny = BACKBONES[backbone]
+    model = tiny.make()
+    with shiva.attach(model, shiva.Shiva(budget=0.5)) as session, torch.no_grad():
+        model(**tiny.call(2, 8, 8))
+        together = session.cost_model()
+        once = len(counted)
+        monkeypatch.setattr(pricing, "what_prices", lambda site, *rest: site.name)
+        assert session.cost_model() == together
+    assert once < len(counted) - once == len(together.layers)

@@ -116,6 +116,13 @@ def test_features_of_a_network_are_measured_once() -> None:
     assert scores["frechet"].each is None
 
 
+def test_a_distance_of_sets_is_not_asked_of_one_image() -> None:
+    one = Subject(Pictures.of(noise(1, 3, 32, 32)), reference=Pictures.of(noise(3, 3, 32, 32)))
+    scores, missing = measure([METRICS[name] for name in ("frechet", "kernel", "fid")], one, Tools())
+    assert not scores
+    assert all("only one; generate more" in reason for reason in missing.values())
+
+
 def test_text_image_score_knows_the_right_label_of_the_true_pictures() -> None:
     if not (EMOJI / "score" / "config.json").exists():
         pytest.skip("models/emoji is not here")

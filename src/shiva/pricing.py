@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shiva.backbones.base import Call, Site
 from shiva.core.context import StepContext
@@ -64,3 +64,27 @@ def site_cost(site: Site, call: Call, shapes: StepContext, whole: Sequence[Site]
             return count(lambda: site.run(functools.partial(meta_call, site.module), call, image, same, shapes))
 
     return SiteCost.fit(flops_at)
+
+
+def what_prices(site: Site, call: Call, whole: Sequence[Site]) -> Hashable:
+    """Sites that agree in this cost the same: the modules inside, their sizes, and the shapes they are called with."""
+    processors = tuple(type(getattr(module, "processor", None)) for module in site.module.modules())
+    weights = tuple((name, p.shape, p.dtype) for name, p in site.module.named_parameters())
+    shapes = tree_map(lambda leaf: (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf), call)
+    inside = tuple(other.name.removeprefix(site.name) for other in whole)
+    return (site.kind, site.outputs, site.text_leads, repr(site.module), processors, weights, repr(shapes), inside)
+
+
+def site_costs(
+    sites: Sequence[Site], calls: Mapping[str, Call], shapes: StepContext, keys: Sequence[Site] = ()
+) -> dict[str, SiteCost]:
+    """The cost of every site by name; those of one make are counted once."""
+    known: dict[Hashable, SiteCost] = {}
+    costs = {}
+    for site in sites:
+        call, whole = calls[site.name], [s for s in keys if s.name.startswith(f"{site.name}.")]
+        make = what_prices(site, call, whole)
+        if make not in known:
+            known[make] = site_cost(site, call, shapes, whole)
+        costs[site.name] = known[make]
+    return costs

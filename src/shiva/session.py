@@ -24,7 +24,7 @@ from shiva.core.method import Method, MethodConfig
 from shiva.core.reduction import Reduction, Streams
 from shiva.core.trace import Trace
 from shiva.door import HOOK, caches_off, refuse_conflicts, transformer_of
-from shiva.pricing import meta_call, site_cost, tensor_bytes, to_meta
+from shiva.pricing import meta_call, site_costs, tensor_bytes, to_meta
 from shiva.runs import RunTracker, read_timestep
 from shiva.summary import StepRecord, Summary
 
@@ -341,14 +341,11 @@ class Session:
         around = self.backbone.surroundings(self.transformer, example)
         shapes = StepContext(grid=around.grid, timestep=0.0, text_tokens=around.text_tokens)
         keys = [s for s in self.backbone.sites(self.transformer) if s.kind == "keys" and self.method.selects(s)]
-        whole = {site.name: [s for s in keys if s.name.startswith(f"{site.name}.")] for site in sites}
         self._probe = {}
         try:
             with self.disabled(), caches_off(self.transformer):
                 dense = count(lambda: meta_call(self.transformer, **example))
-                costs = {
-                    site.name: site_cost(site, self._probe[site.name], shapes, whole[site.name]) for site in sites
-                }
+                costs = site_costs(sites, self._probe, shapes, keys)
         finally:
             self._probe = None
         return dense, costs

@@ -50,6 +50,9 @@ def measure(metrics: Iterable[Metric], subject: Subject, tools: Tools) -> tuple[
         if not subject.has(metric.needs):
             missing[metric.name] = f"{metric.title} needs {metric.needs}, which this run has not"
             continue
+        if not metric.each and len(subject.images) < 2:
+            missing[metric.name] = f"{metric.title} compares sets of images, and this run has only one; generate more"
+            continue
         try:
             scores[metric.name] = metric(subject, tools)
         except MissingWeights as error:
