@@ -82,7 +82,8 @@ def run(
     few = short_runs(short) if "short" in parts else []
     measured = [runner.measure(point) for point in progress(ours + theirs, "whole runs")]
     lengths = [runner.measure(point) for point in progress(few, "short runs")]
-    shares = runner.pace([point for point in ours if point.keep in timed] + theirs, rounds) if timed else {}
+    paced = [point for point in ours if point.keep in timed] + theirs if timed else []
+    shares = runner.pace(paced, rounds) if paced else {}
     for found in measured:
         found["time_share"] = shares.get(found["name"])
     refused = {}
