@@ -59,3 +59,4 @@ def test_demo_writes_a_page_that_needs_no_network(tmp_path: Path) -> None:
     assert "octopus" in page
     assert page.count("data:image/png;base64") >= 24
     assert "http" not in page
+    assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from shiva.measure.environment import environment
 from shiva.measure.generate import Contender, Outcome, generate, load_with_arguments, psnr, quiet
 from shiva.measure.shapes import shape
 from shiva.measure.step import measure_step, step_sheet
+from shiva.measure.style import save
 from shiva.methods import Shiva, ToMeSD
 from shiva.report import figures
 from shiva.report.page import Page, drawing
@@ -89,6 +91,8 @@ def demo(
         folder.mkdir(parents=True, exist_ok=True)
         for prompt, image in zip(PROMPTS, outcome.images, strict=True):
             image.save(folder / f"{prompt.replace(' ', '-')}.png")
+    with drawing(page):
+        save_grid(outcomes, output / "grid.png")
     write_atomically(output / "index.html", str(page).encode())
     console.print(f"images and page: {output / 'index.html'}")
 
@@ -168,6 +172,15 @@ def draw_page(outcomes: dict[str, Outcome], rows: list[tuple[str, ...]], steps: 
         drawn = figures.quality_cost(points, "FLOPs, % of dense", "PSNR to dense, dB")
         page.figure(drawn, "Closeness to the dense images against true FLOPs. The dense model is at 100 %.")
     return page
+
+
+def save_grid(outcomes: dict[str, Outcome], path: Path) -> None:
+    """All images in one picture: a row for each method, a column for each prompt."""
+    rows = [
+        (f"{name}\n{flops_share(outcome):.0%} of FLOPs" if outcome.summary else name, outcome.images)
+        for name, outcome in outcomes.items()
+    ]
+    save(figures.image_grid([textwrap.fill(prompt, 16) for prompt in PROMPTS], rows), path)
 
 
 def draw_choices(page: Page, name: str, prompt: str, outcome: Outcome) -> None:

@@ -181,10 +181,10 @@ def score_maps(traces: Mapping[str, Trace], layer: int | None = None) -> Any:
 
 
 def image_grid(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[Any]]]) -> Any:
-    """Images by prompt (downwards) and method (rightwards), for a file; the page has its own."""
+    """Images in labelled rows and columns, for a file; the page has its own."""
     figure, axes = plot(1.2 * len(columns) + 1, 1.2 * len(rows) + 0.4, panels=len(columns), rows=len(rows))
     cells = iter(axes)
-    for number, (prompt, images) in enumerate(rows):
+    for number, (label, images) in enumerate(rows):
         for column, image in zip(columns, images, strict=True):
             axis = next(cells)
             axis.imshow(image)
@@ -192,7 +192,7 @@ def image_grid(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[Any]]]
             if number == 0:
                 axis.set_title(column, fontsize=8)
             if column == columns[0]:
-                axis.set_ylabel(prompt, fontsize=8, rotation=0, ha="right", va="center")
+                axis.set_ylabel(label, fontsize=8, rotation=0, ha="right", va="center")
     return figure
 
 
