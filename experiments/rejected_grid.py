@@ -149,17 +149,17 @@ class Runner:
             write_atomically(file, json.dumps(found, indent=1).encode())
         return json.loads(file.read_text())
 
-    def pace(self, points: Sequence[Point], rounds: int, texts: int = 2) -> dict[str, float]:
+    def pace(self, points: Sequence[Point], rounds: int) -> dict[str, float]:
         """Median time of a whole run by name, as a share of dense; all take turns, and each finished round is kept."""
-        chosen, steps = self.setting.prompts.texts[:texts], {point.steps for point in points}
+        texts, steps = self.setting.prompts.texts, {point.steps for point in points}
         assert len(steps) == 1, "only runs of one length can be held against one dense run"
         entrants = {"dense": Contender(None)} | {point.name: point.contender for point in points}
         kept: list[dict[str, float]] = []
         for number in range(rounds):
-            file = self.setting.state / f"pace-{self.setting.key(repr(entrants), texts, steps, number)}.json"
+            file = self.setting.state / f"pace-{self.setting.key(repr(entrants), steps, number)}.json"
             if not file.is_file():
                 turns = progress(list(entrants.items()), f"time, round {number + 1} of {rounds}")
-                taken = {name: self.generate(entrant, *steps, chosen, seed=0).median for name, entrant in turns}
+                taken = {name: self.generate(entrant, *steps, texts, seed=0).median for name, entrant in turns}
                 write_atomically(file, json.dumps(taken).encode())
             kept.append(json.loads(file.read_text()))
         medians = {name: statistics.median(taken[name] for taken in kept) for name in entrants}

@@ -6,7 +6,7 @@
 Every contender runs the same prompts, noise, steps and guidance. PSNR and LPIPS are distances of its final images to
 the dense run's of as many steps; the text-image score and the Fréchet distance (EfficientNet-Lite0, not FID) are held
 against the prompts and the real images. FLOPs are the true ones of the whole run as a share of dense, its dense first
-step included, the method's own products not; time is that of a whole run of two prompts as a share of dense, all
+step included, the method's own products not; time is that of a whole run of one seed as a share of dense, all
 taking turns, at the keeps `--timed`. A budget is the mean keep over all steps of the reduced layers, so a cache pays
 for its dense first step out of the others. Without a checkpoint there is no trained router to rank by.
 
@@ -39,7 +39,7 @@ from shiva.measure.generate import load_pipeline
 from shiva.measure.prompts import read_prompts
 
 KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
-TIMED = (0.8, 0.6, 0.4)
+TIMED = (0.6,)
 SHORT = (4, 6, 8, 16, 25)
 PARTS = ("selectors", "others", "whole-step", "short")
 LABELS = ROOT / "recipes" / "emoji" / "data" / "fluent-emoji-64.parquet"
