@@ -42,6 +42,8 @@ RANKINGS: dict[str, dict[str, Any]] = {
 }
 STATELESS = ("random", "router")
 """Rankings that mean something where no update is kept, so that none grows old."""
+FEWER = (0.8, 0.6, 0.5, 0.4)
+"""Shares of the steps."""
 THRESHOLDS = (0.06, 0.12, 0.24)
 """Of MagCache: its default, and twice and four times that."""
 
@@ -54,6 +56,8 @@ class Point:
     keep: float | None
     contender: Contender
     steps: int
+    of: int | None = None
+    """Steps of the dense run it is held against, if not as many."""
 
     @property
     def name(self) -> str:
@@ -106,42 +110,49 @@ class Runner:
             file = self.setting.state / f"dense-{self.setting.key(steps)}.safetensors"
             if not file.is_file():
                 with magnitude_ratios(self.pipe.transformer) as ratios:
-                    images, _ = self.images(Contender(None), steps)
+                    images, _ = self.images(Point("dense", None, Contender(None), steps))
                 found = {"images": images, "ratios": torch.tensor(ratios[:steps])}
                 write_atomically(file, save(found))
             self.known[steps] = load_file(file)
         return self.known[steps]
 
-    def generate(self, contender: Contender, steps: int, texts: Sequence[str], seed: int) -> Outcome:
-        """One batch of all texts."""
-        guidance, contenders = self.setting.guidance, {"it": contender}
+    def generate(self, point: Point, seed: int) -> Outcome:
+        """One batch of all prompts."""
+        setting = self.setting
         return generate(
-            self.pipe, texts, contenders, steps=steps, guidance=guidance, seed=1000 * seed, max_sequence_length=0
+            self.pipe,
+            setting.prompts.texts,
+            {"it": point.contender},
+            steps=point.steps,
+            guidance=setting.guidance,
+            seed=1000 * seed,
+            max_sequence_length=0,
         )["it"]
 
-    def images(self, contender: Contender, steps: int) -> tuple[Tensor, Any]:
+    def images(self, point: Point) -> tuple[Tensor, Any]:
         """Images of all prompts and seeds in [0, 1], and the summary of the last run."""
         made, summary = [], None
         for seed in self.setting.seeds:
-            outcome = self.generate(contender, steps, self.setting.prompts.texts, seed)
+            outcome = self.generate(point, seed)
             made += [torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255 for image in outcome.images]
             summary = outcome.summary
         return torch.stack(made), summary
 
     def measure(self, point: Point) -> dict[str, Any]:
         """Scores of one contender; written before it is returned."""
-        dense = self.dense(point.steps)
+        whole = point.of or point.steps
+        dense = self.dense(whole)
         what = (point.name, point.steps, repr(point.contender))
         file = self.setting.state / f"{self.setting.key(*what)}.json"
         if not file.is_file():
             began = time.process_time()
-            images, summary = self.images(point.contender, point.steps)
+            images, summary = self.images(point)
             found = {
                 "name": point.name,
                 "series": point.series,
                 "keep": point.keep,
                 "steps": point.steps,
-                "flops_share": 1.0 if summary is None else summary.flops_share,
+                "flops_share": (1.0 if summary is None else summary.flops_share) * point.steps / whole,
                 "cached_mib": self.held(point.contender, summary) / 2**20,
                 **self.scores(images, dense["images"]),
                 "cpu_seconds": time.process_time() - began,
@@ -149,20 +160,18 @@ class Runner:
             write_atomically(file, json.dumps(found, indent=1).encode())
         return json.loads(file.read_text())
 
-    def pace(self, points: Sequence[Point], rounds: int) -> dict[str, float]:
-        """Median time of a whole run by name, as a share of dense; all take turns, and each finished round is kept."""
-        texts, steps = self.setting.prompts.texts, {point.steps for point in points}
-        assert len(steps) == 1, "only runs of one length can be held against one dense run"
-        entrants = {"dense": Contender(None)} | {point.name: point.contender for point in points}
+    def pace(self, points: Sequence[Point], steps: int, rounds: int) -> dict[str, float]:
+        """Median time of a run by name, as a share of dense in `steps`; all take turns, finished rounds are kept."""
+        entrants = [Point("dense", None, Contender(None), steps), *points]
         kept: list[dict[str, float]] = []
         for number in range(rounds):
-            file = self.setting.state / f"pace-{self.setting.key(repr(entrants), steps, number)}.json"
+            file = self.setting.state / f"pace-{self.setting.key(repr(entrants), number)}.json"
             if not file.is_file():
-                turns = progress(list(entrants.items()), f"time, round {number + 1} of {rounds}")
-                taken = {name: self.generate(entrant, *steps, texts, seed=0).median for name, entrant in turns}
+                turns = progress(entrants, f"time, round {number + 1} of {rounds}")
+                taken = {point.name: self.generate(point, seed=0).median for point in turns}
                 write_atomically(file, json.dumps(taken).encode())
             kept.append(json.loads(file.read_text()))
-        medians = {name: statistics.median(taken[name] for taken in kept) for name in entrants}
+        medians = {point.name: statistics.median(taken[point.name] for taken in kept) for point in entrants}
         return {name: seconds / medians["dense"] for name, seconds in medians.items()}
 
     def held(self, contender: Contender, summary: Any) -> int:
@@ -220,6 +229,12 @@ def others(steps: int) -> list[Point]:
     points = [Point("ToMeSD", 1 - r, Contender(shiva.ToMeSD(ratio=r)), steps) for r in (0.25, 0.5)]
     points += [Point("ToMA", 1 - r, Contender(shiva.ToMA(ratio=r, skip=1)), steps) for r in (0.25, 0.5)]
     return [*points, Point("SDTM, release", None, Contender(shiva.SDTM.preset("release")), steps)]
+
+
+def fewer_steps(steps: int) -> list[Point]:
+    """The plainest way to save: the dense model in fewer steps, held against all of them."""
+    counts = sorted({round(share * steps) for share in FEWER}, reverse=True)
+    return [Point(f"dense in {n} steps", None, Contender(None), n, of=steps) for n in counts]
 
 
 def whole_step(ratios: Sequence[float], steps: int) -> list[Point]:

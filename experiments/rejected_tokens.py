@@ -4,11 +4,12 @@
     python -m experiments.rejected_tokens --table results/validate/rejected_tokens.json
 
 Every contender runs the same prompts, noise, steps and guidance. PSNR and LPIPS are distances of its final images to
-the dense run's of as many steps; the text-image score and the Fréchet distance (EfficientNet-Lite0, not FID) are held
-against the prompts and the real images. FLOPs are the true ones of the whole run as a share of dense, its dense first
-step included, the method's own products not; time is that of a whole run of one seed as a share of dense, all
-taking turns, at the keeps `--timed`. A budget is the mean keep over all steps of the reduced layers, so a cache pays
-for its dense first step out of the others. Without a checkpoint there is no trained router to rank by.
+the dense run's (of as many steps, but for the dense model in fewer); the text-image score and the Fréchet distance
+(EfficientNet-Lite0, not FID) are held against the prompts and the real images. FLOPs are the true ones of the whole
+run as a share of dense, its dense first step included, the method's own products not; time is that of a whole run of
+one seed as a share of dense, all taking turns, at the keeps `--timed`. A budget is the mean keep over all steps of
+the reduced layers, so a cache pays for its dense first step out of the others. Without a checkpoint there is no
+trained router to rank by.
 
 Each finished contender is kept under `--state`; the same command continues after a kill.
 """
@@ -29,6 +30,7 @@ from experiments.rejected_grid import (
     Runner,
     Setting,
     described,
+    fewer_steps,
     others,
     selectors,
     short_runs,
@@ -41,7 +43,7 @@ from shiva.measure.prompts import read_prompts
 KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 TIMED = (0.6,)
 SHORT = (4, 6, 8, 16, 25)
-PARTS = ("selectors", "others", "whole-step", "short")
+PARTS = ("selectors", "others", "fewer-steps", "whole-step", "short")
 LABELS = ROOT / "recipes" / "emoji" / "data" / "fluent-emoji-64.parquet"
 COLUMNS = {
     "flops_share": "FLOPs",
@@ -77,13 +79,15 @@ def run(
     runner = Runner(pipe, setting)
     ours = selectors(checkpoint, aged, keeps, steps) if "selectors" in parts else []
     theirs = others(steps) if "others" in parts else []
+    if "fewer-steps" in parts:
+        theirs += fewer_steps(steps)
     if "whole-step" in parts:
         theirs += whole_step(runner.dense(steps)["ratios"].tolist(), steps)
     few = short_runs(short) if "short" in parts else []
     measured = [runner.measure(point) for point in progress(ours + theirs, "whole runs")]
     lengths = [runner.measure(point) for point in progress(few, "short runs")]
     paced = [point for point in ours if point.keep in timed] + theirs if timed else []
-    shares = runner.pace(paced, rounds) if paced else {}
+    shares = runner.pace(paced, steps, rounds) if paced else {}
     for found in measured:
         found["time_share"] = shares.get(found["name"])
     refused = {}
@@ -178,7 +182,7 @@ def table(details: dict[str, Any]) -> str:
     lines = ["| contender | steps | " + " | ".join(COLUMNS.values()) + " |", "|---" * (2 + len(COLUMNS)) + "|"]
     for point in [*details["points"], *details["short"]]:
         cells = ["–" if point.get(key) is None else f"{point[key]:.3g}" for key in COLUMNS]
-        on_front = point["name"] in front and point["steps"] == details["steps"]
+        on_front = point["name"] in front and point in details["points"]
         name = f"**{point['name']}**" if on_front else point["name"]
         lines.append(f"| {name} | {point['steps']} | " + " | ".join(cells) + " |")
     lines += [f"| {name} | | refused: {reason} |" for name, reason in details["refused"].items()]
@@ -189,11 +193,12 @@ def draw(result: Result, axes: Any) -> None:
     """Colour says what a rejected token gets, the mark what tokens are ranked by; other methods are grey."""
     series: dict[str, list[tuple[float, float]]] = {}
     for point in result.details["points"]:
-        name = "MagCache" if point["series"].startswith("MagCache") else point["series"]
+        several = (kind for kind in ("MagCache", "dense in") if point["series"].startswith(kind))
+        name = next(several, point["series"])
         series.setdefault(name, []).append((point["flops_share"], point["psnr"]))
     marks = dict(zip(RANKINGS, "os^DX", strict=True))
     colours = {kind: f"C{number}" for number, kind in enumerate(REJECTED)}
-    others = iter("v<>Pdp*h")
+    others = iter("v<>Pdp*hx")
     for name, points in series.items():
         kind, _, ranking = name.rpartition(", ")
         known = kind in colours and ranking in marks

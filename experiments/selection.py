@@ -162,20 +162,19 @@ def claims_of(group: str, rows: dict[str, dict[str, Stats]], count: int) -> Iter
     yield Claim(
         f"the learned router beats random selection and the feature norm ({group})",
         "implied by the controls of table estimator_real; no figure",
-        f"one-step MSE: {at('router|random|norm', 'one step')}",
+        f"one-step MSE: {at('router|random|norm', 'one step')}; final images, dB: {at('router|random|norm', 'run')}",
         judge(better_step and better_run, better_step or better_run),
-        f"Final images, PSNR in dB to dense: {at('router|random|norm', 'run')}. With cached updates: router "
-        f"{cached['router']}, random {cached['random']}, norm of the last update {cached['update']}. "
-        f"{count} checkpoints.",
+        f"Final images by PSNR to dense. With cached updates: router {cached['router']}, random {cached['random']}, "
+        f"norm of the last update {cached['update']}. {count} checkpoints.",
     )
     better_step = mean(ADAPTIVE, "one step") < mean("router", "one step")
     better_run = mean(ADAPTIVE, "run") > mean("router", "run")
     yield Claim(
         f"the learned table beats a flat ratio at the same mean ({group})",
         "FID 17.36 against 21.76",
-        f"one-step MSE: {at(f'{ADAPTIVE}|router', 'one step')}",
+        f"one-step MSE: {at(f'{ADAPTIVE}|router', 'one step')}; final images, dB: {at(f'{ADAPTIVE}|router', 'run')}",
         judge(better_step and better_run, better_step or better_run),
-        f"Final images, PSNR in dB to dense: {at(f'{ADAPTIVE}|router', 'run')}.",
+        "One step and whole runs disagree." if better_step != better_run else "One step and whole runs agree.",
     )
 
 

@@ -20,7 +20,7 @@ def tiny_grid(state: Path) -> Result:
         steps=3,
         timed=(0.6,),
         rounds=1,
-        parts=("selectors", "whole-step"),
+        parts=("selectors", "fewer-steps", "whole-step"),
         state=state,
     )
 
@@ -34,6 +34,7 @@ def test_the_grid_is_complete_and_is_not_run_twice(tmp_path: Path, monkeypatch: 
             assert points[f"{kind}, {ranking}, 0.6"]["psnr"] > 0
     assert all(point["time_share"] > 0 for point in points.values())
     assert points["cached, attending to all, sweep, 0.6"]["psnr"] > points["identity, random, 0.6"]["psnr"]
+    assert points["dense in 2 steps"]["flops_share"] == 2 / 3
     assert all(points[name]["flops_share"] <= 1 for name in first.details["front"])
 
     def no_run(*unused: Any) -> None:
