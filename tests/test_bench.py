@@ -19,7 +19,14 @@ from shiva.graphs import GraphRunner, use_graphs
 from shiva.measure import figures, shapes
 from shiva.measure.anatomy import anatomy_sheet, measure_anatomy
 from shiva.measure.compiling import compile_sheet, count_graphs, export_steps, measure_compile
-from shiva.measure.compose import add_cache, attention_cache_refusals, compose_sheet, measure_compose
+from shiva.measure.compose import (
+    MIXES,
+    add_cache,
+    attention_cache_refusals,
+    compose_sheet,
+    measure_compose,
+    mixes_without,
+)
 from shiva.measure.contenders import (
     Contender,
     Entry,
@@ -338,17 +345,22 @@ def test_what_cannot_be_recorded_is_refused(config: Any, message: str) -> None:
 
 # -- compose ---------------------------------------------------------------------------------------------
 
-WITHOUT_INT8 = ((), ("shiva",), ("cache",), ("shiva", "cache"), ("lora", "shiva"))
-
 
 def test_cache_and_lora_compose_on_flux(small: Any, tmp_path: Path) -> None:
-    results = measure_compose(small("flux-dev"), WITHOUT_INT8, steps=2, rounds=1)
+    results = measure_compose(small("flux-dev"), mixes_without(["int8", "cache-dit"]), steps=2, rounds=1)
     assert not [row.refused for row in results if row.refused]
     by_parts = {row.parts: row for row in results}
     assert by_parts[()].deviation == 0
     assert by_parts[("shiva",)].deviation > 0
     found = {"mixes": [{"name": row.name, **vars(row)} for row in results]}
     publish("compose", tmp_path, [compose_sheet(small(), results, [])], found, {}, figures.draw_compose)
+
+
+def test_parts_are_left_out_by_name() -> None:
+    assert mixes_without([""]) == MIXES
+    assert not any("int8" in mix for mix in mixes_without(["int8"]))
+    with pytest.raises(ValueError, match="--without has no option 'int4'"):
+        mixes_without(["int4"])
 
 
 def test_cache_dit_composes_on_flux_and_saves_the_blocks(small: Any) -> None:

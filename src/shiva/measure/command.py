@@ -16,7 +16,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from shiva.measure import figures
 from shiva.measure.anatomy import anatomy_sheet, measure_anatomy
 from shiva.measure.compiling import compile_sheet, count_graphs, export_sheet, export_steps, measure_compile
-from shiva.measure.compose import attention_cache_refusals, compose_sheet, measure_compose
+from shiva.measure.compose import attention_cache_refusals, compose_sheet, measure_compose, mixes_without
 from shiva.measure.contenders import Entry, baseline_entries, shiva_entry, sweep_entry
 from shiva.measure.flops import flops_sheet, measure_flops, paper_presets, to_dicts
 from shiva.measure.roofline import predict, roofline_sheet
@@ -198,15 +198,16 @@ def compose(
     batch: Batch = None,
     budget: Annotated[float, typer.Option(help="Shiva's mean keep")] = 0.8,
     steps: Annotated[int, typer.Option(help="Steps of the run; a cache saves from the second on")] = 4,
+    without: Annotated[str, typer.Option(help="Parts to leave out, as int8: most CPUs have no fast one")] = "",
     rounds: Rounds = 2,
     threads: Threads = None,
     output: Output = RESULTS,
     name: Name = None,
 ) -> None:
     """Shiva with INT8, a block-level cache and LoRA; what cannot compose is refused by name."""
-    chosen = chosen_shape(model, layers, height, width, batch)
+    chosen, mixes = chosen_shape(model, layers, height, width, batch), mixes_without(without.split(","))
     with progress_line(threads) as progress:
-        results = measure_compose(chosen, budget=budget, steps=steps, rounds=rounds, progress=progress)
+        results = measure_compose(chosen, mixes, budget=budget, steps=steps, rounds=rounds, progress=progress)
         refusals = attention_cache_refusals(chosen)
     found = {"mixes": [{"name": row.name, **asdict(row)} for row in results], "refusals": refusals}
     settings = settings_of(chosen, budget=budget, steps=steps, rounds=rounds)

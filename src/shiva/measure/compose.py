@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shiva.backbones.base import backbone_of
+from shiva.core.options import unknown_key
 from shiva.measure.contenders import Entry, shiva_entry, twin
 from shiva.measure.latency import Timing, timed
 from shiva.measure.shapes import Shape
@@ -31,6 +32,7 @@ MIXES: tuple[tuple[str, ...], ...] = (
     ("cache-dit", "shiva"),
     ("lora",),
     ("lora", "shiva"),
+    ("lora", "shiva", "cache"),
     ("lora", "int8", "shiva", "cache"),
 )
 PAPER = {(): (3.90, 1.00), ("shiva",): (3.92, 1.46), ("int8", "shiva"): (3.50, 1.57)}
@@ -154,6 +156,14 @@ def weight_bytes(module: nn.Module) -> int:
         inner = [getattr(tensor, name) for name in flatten()[0]] if flatten is not None else [tensor]
         total += sum(part.nbytes if isinstance(part, Tensor) else 0 for part in inner)
     return total
+
+
+def mixes_without(parts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """All mixes but those with one of these parts; an empty name is none."""
+    for part in filter(None, parts):
+        if part not in PARTS:
+            raise ValueError(unknown_key(part, PARTS, "--without"))
+    return tuple(mix for mix in MIXES if not set(mix) & set(parts))
 
 
 def run_calls(shape: Shape, steps: int) -> list[dict[str, Any]]:
