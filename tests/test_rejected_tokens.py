@@ -20,7 +20,7 @@ def tiny_grid(state: Path) -> Result:
         steps=3,
         timed=(0.6,),
         rounds=1,
-        parts=("selectors", "fewer-steps", "whole-step"),
+        parts=("selectors", "fewer-steps"),
         state=state,
     )
 
