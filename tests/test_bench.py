@@ -352,6 +352,9 @@ def test_cache_and_lora_compose_on_flux(small: Any, tmp_path: Path) -> None:
     by_parts = {row.parts: row for row in results}
     assert by_parts[()].deviation == 0
     assert by_parts[("shiva",)].deviation > 0
+    assert {row.parts: row.computed for row in results} == {
+        row.parts: 1 if "cache" in row.parts else 2 for row in results
+    }
     found = {"mixes": [{"name": row.name, **vars(row)} for row in results]}
     publish("compose", tmp_path, [compose_sheet(small(), results, [])], found, {}, figures.draw_compose)
 
@@ -370,6 +373,7 @@ def test_cache_dit_composes_on_flux_and_saves_the_blocks(small: Any) -> None:
     assert not [row.refused for row in results.values() if row.refused]
     deviations = {results[parts].deviation for parts in mixes}
     assert len(deviations) == 4
+    assert [results[parts].computed for parts in mixes] == [3, 3, 1, 1]
 
 
 def test_int8_composes(small: Any) -> None:
