@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from experiments.common import ROOT, shown, spread
+from experiments.common import ROOT, Result, shown, spread
 from shiva.checkpoint import ShivaCheckpoint, read_json, to_json, write_atomically
 from shiva.measure.generate import psnr
 from shiva.training.extends import read_recipe
@@ -259,6 +259,15 @@ def table(title: str, rows: Mapping[str, Mapping[str, Stats]], columns: Mapping[
     for name, row in rows.items():
         made.add_row(name, *(shown(row[key]) for key in columns))
     Console().print(made)
+
+
+def draw_by_keep(result: Result, axes: Any) -> None:
+    """Each row's error over the keeps it was measured at."""
+    for name, row in result.details["rows"].items():
+        stats = [row[f"mse/keep_{keep:g}"] for keep in KEEPS]
+        axes.errorbar(KEEPS, [s["mean"] for s in stats], [s["std"] for s in stats], marker="o", capsize=2, label=name)
+    axes.set(xlabel="keep", ylabel="MSE to dense", yscale="log")
+    axes.legend(fontsize=7)
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.common import Claim, Result, main, shown
-from experiments.embedded import KEEPS, Variant, arguments, bench_of, table
+from experiments.embedded import KEEPS, Variant, arguments, bench_of, draw_by_keep, table
 
 GUESSES = ("zero", "mean", "ridge", "teacher")
 VARIANTS = {
@@ -41,13 +41,7 @@ def run(seeds: Sequence[int] = range(3), quick: bool = False, **where: Any) -> R
     return Result("router_estimators", "Routers trained with each estimator", (claim,), bench.details(rows))
 
 
-def draw(result: Result, axes: Any) -> None:
-    for name, row in result.details["rows"].items():
-        stats = [row[f"mse/keep_{keep:g}"] for keep in KEEPS]
-        axes.errorbar(KEEPS, [s["mean"] for s in stats], [s["std"] for s in stats], marker="o", capsize=2, label=name)
-    axes.set(xlabel="keep", ylabel="MSE to dense", yscale="log")
-    axes.legend(fontsize=7)
-
+draw = draw_by_keep
 
 if __name__ == "__main__":
     main("router_estimators", arguments(__doc__))
