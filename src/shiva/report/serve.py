@@ -34,7 +34,7 @@ footer { display: none !important; }
 def serve(
     model: Annotated[str, typer.Argument(help="Folder or hub id of a diffusers pipeline")] = "models/emoji",
     checkpoint: Annotated[
-        str | None, typer.Option(help="Trained Shiva checkpoint; without one, random tokens and cached updates")
+        str | None, typer.Option(help="Trained Shiva checkpoint; without one, a moving band and cached updates")
     ] = None,
     guidance: Annotated[float, typer.Option(help="Guidance scale")] = 4.0,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
@@ -49,7 +49,7 @@ def serve(
     pipe, arguments = load_with_arguments(model)
     studio = Studio(pipe.to(device), source, guidance, **arguments)
     name = Path(model).name
-    about = "untrained: random tokens, cached updates" if checkpoint is None else f"checkpoint {checkpoint}"
+    about = "nothing trained: a moving band, cached updates" if checkpoint is None else f"checkpoint {checkpoint}"
     page = build(studio, f"Shiva on {name}", about, steps)
     Console().print(f"open http://{host}:{port} ; stop with Ctrl-C")
     try:
