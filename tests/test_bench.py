@@ -366,10 +366,11 @@ def test_parts_are_left_out_by_name() -> None:
         mixes_without(["int4"])
 
 
-def test_cache_dit_composes_on_flux_and_saves_the_blocks(small: Any) -> None:
+@pytest.mark.parametrize("model", ["flux-dev", "sd3-medium"])
+def test_cache_dit_composes_and_saves_the_blocks(model: str, small: Any) -> None:
     """The drifting latents of a short run are near enough for its cache to hit; the deviation shows that it did."""
     mixes = ((), ("shiva",), ("cache-dit",), ("cache-dit", "shiva"))
-    results = {row.parts: row for row in measure_compose(small("flux-dev"), mixes, steps=3, rounds=1, threshold=10.0)}
+    results = {row.parts: row for row in measure_compose(small(model), mixes, steps=3, rounds=1, threshold=10.0)}
     assert not [row.refused for row in results.values() if row.refused]
     deviations = {results[parts].deviation for parts in mixes}
     assert len(deviations) == 4

@@ -22,6 +22,21 @@ def enable(pipe: Any, threshold: float) -> None:
     cache_dit.enable_cache(pipe, cache_config=config)
 
 
+def test_a_cache_enabled_too_late_is_told(tmp_path: Path) -> None:
+    tiny = PIPELINES["flux"]
+    pipe = tiny.load(tmp_path)
+    with shiva.attach(pipe, shiva.Shiva(budget=0.6)) as session:
+        enable(pipe, -1.0)
+        tiny.image(pipe, guidance=1.0, steps=2)
+        with pytest.raises(RuntimeError, match="cache-dit was enabled after attach"):
+            session.summary()
+        cache_dit.disable_cache(pipe)
+    enable(pipe, -1.0)
+    with shiva.attach(pipe, shiva.Shiva(budget=0.6)) as session:
+        tiny.image(pipe, guidance=1.0, steps=2)
+        assert session.summary().flops_share < 1
+
+
 @pytest.mark.parametrize("name", ["sd3", "flux", "pixart"])
 def test_a_cache_that_never_hits_leaves_shiva_as_it_is_and_one_that_hits_skips_blocks(
     name: str, tmp_path: Path

@@ -234,6 +234,18 @@ def test_a_checkpoint_of_another_model_and_a_trained_shape_cannot_be_overridden(
         shiva.attach(make_sd3(), path, budget=7)
 
 
+def test_a_share_of_flops_takes_the_place_of_the_trained_budget_and_the_other_way() -> None:
+    model = make_sd3()
+    checkpoint = shiva.ShivaCheckpoint.of(varied_method(model, budget=0.7))
+    checkpoint.method_config = shiva.Shiva(budget=0.7)
+    by_flops = checkpoint.method(flops=0.5).config
+    assert (by_flops.budget, by_flops.flops) == (None, 0.5)
+    assert shiva.Shiva(flops=0.5).changed({"budget": 0.6}) == shiva.Shiva(budget=0.6)
+    assert shiva.Shiva(budget=0.6).changed({"bucket": 64}).budget == 0.6
+    with pytest.raises(ValueError, match="exclude each other"):
+        checkpoint.method(budget=0.6, flops=0.5)
+
+
 def test_atomic_writes_leave_the_old_file_when_they_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file.json"
     write_atomically(path, b"old")

@@ -40,14 +40,30 @@ def test_a_missing_model_says_what_to_do(tmp_path: Path) -> None:
     assert "does not load as a diffusers pipeline" in result.stderr
 
 
+WRONG_CALLS = [
+    (("--budget", "0.5"), "--budget 0.5 needs something to keep it"),
+    (("--method", "ToMeSD", "--budget", "0.5"), "ToMeSD has no option 'budget'"),
+    (("--dtype", "float8"), "dtype='float8' is unknown"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_CALLS, ids=[message for _, message in WRONG_CALLS])
+def test_generate_refuses_what_does_not_fit(options: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    result = shiva("generate", EMOJI, "a fox", *options, "--output", tmp_path)
+    assert result.returncode == 2
+    assert message in " ".join(result.stderr.split())
+
+
 @pytest.mark.slow
 def test_generate_writes_images_and_what_was_spared(tmp_path: Path) -> None:
-    result = shiva("generate", EMOJI, "red apple", "a fox", "--method", "ToMeSD", "--steps", "3", "--output", tmp_path)
+    method = ("--method", "Shiva", "--preset", "sweep", "--budget", "0.4", "--dtype", "bfloat16")
+    result = shiva("generate", EMOJI, "red apple", "a fox", *method, "--steps", "3", "--output", tmp_path)
     assert result.returncode == 0, result.stderr
     assert Image.open(tmp_path / "000-red-apple.png").size == (64, 64)
     assert Image.open(tmp_path / "001-a-fox.png").size == (64, 64)
     report = json.loads((tmp_path / "run.json").read_text())
-    assert report["summary"]["flops_share"] < 1
+    assert report["summary"]["flops_share"] < 0.6
+    assert report["settings"]["dtype"] == "bfloat16"
     assert report["settings"]["prompts"] == ["red apple", "a fox"]
 
 

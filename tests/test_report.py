@@ -143,6 +143,15 @@ def test_training_runs_are_drawn(tmp_path: Path) -> None:
     assert "svg+xml" in str(page)
 
 
+def test_results_are_found_at_any_depth(tmp_path: Path) -> None:
+    page = Page("Test")
+    deep = tmp_path / "here" / "and" / "there"
+    deep.mkdir(parents=True)
+    training_run(deep)
+    add(page, tmp_path)
+    assert list(page.sections) == ["training-of-there"]
+
+
 def test_a_folder_without_results_says_what_was_expected(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"run\.json of an evaluation"):
         add(Page("Test"), tmp_path)

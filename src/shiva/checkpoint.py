@@ -253,7 +253,7 @@ class ShivaCheckpoint(
         fixed = self.method_config.fixed & overrides.keys()
         if fixed:
             raise ValueError(f"{sorted(fixed)[0]} is fixed by training; train again to change it")
-        method = options.replace(self.method_config, overrides).build(self.origin.backbone)
+        method = self.method_config.changed(overrides).build(self.origin.backbone)
         method.load_state_dict(self.weights)
         method.load_tables(self.tables)
         return method

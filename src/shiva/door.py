@@ -30,6 +30,10 @@ CACHE_DIT = "_original_forward"
 REFUSED_PIPELINES = ("FluxKontextPipeline", "FluxKontextInpaintPipeline")
 
 
+def under_cache_dit(transformer: nn.Module) -> bool:
+    return hasattr(transformer, CACHE_DIT)
+
+
 def transformer_of(target: Any) -> nn.Module:
     """The transformer of a pipeline, or the module itself, without a torch.compile wrapper."""
     transformer = target if isinstance(target, nn.Module) else getattr(target, "transformer", None)

@@ -23,7 +23,7 @@ from shiva.core.cost import ZERO, CostModel, Flops, SiteCost, count
 from shiva.core.method import Method, MethodConfig
 from shiva.core.reduction import Reduction, Streams
 from shiva.core.trace import Trace
-from shiva.door import HOOK, caches_off, refuse_conflicts, transformer_of
+from shiva.door import HOOK, caches_off, refuse_conflicts, transformer_of, under_cache_dit
 from shiva.pricing import meta_call, site_costs, tensor_bytes, to_meta
 from shiva.runs import RunTracker, read_timestep
 from shiva.summary import StepRecord, Summary
@@ -122,6 +122,7 @@ class Session:
         """Runs a step in the transformer's place, such as by replaying a recorded graph of it."""
         self._hooked: list[nn.Module] = []
         self._prepared = contextlib.ExitStack()
+        self._over_cache_dit = under_cache_dit(transformer)
         self._blocks = [site.name for site in backbone.sites(transformer) if site.kind == "block"]
         method.to(next(transformer.parameters()).device)
         self._attach()
@@ -356,6 +357,11 @@ class Session:
 
     def summary(self) -> Summary:
         """Kept tokens, keep ratio and FLOPs by layer and step of the current run, and where time went."""
+        if not self.stats and under_cache_dit(self.transformer) and not self._over_cache_dit:
+            raise RuntimeError(
+                "cache-dit was enabled after attach and runs the model past this session; "
+                "call cache_dit.disable_cache(pipe) and detach(), enable it again, then attach"
+            )
         sites = self.backbone.sites(self.transformer)
         acting = [site for site in sites if site.kind != "keys" and self.method.selects(site)]
         skipped = {name for step in self.stats for name in step.skipped}
@@ -419,7 +425,7 @@ def attach(
         built = method.method(**overrides)
         adapter = method.add_adapter(transformer)
     elif isinstance(method, MethodConfig):
-        built = options.replace(method, overrides).build(spec)
+        built = method.changed(overrides).build(spec)
     elif isinstance(method, Method):
         if overrides:
             raise ValueError(

@@ -18,13 +18,14 @@ A transformer call meets a method at these places, in this order; a method overr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from shiva.core import options
 from shiva.core.context import StepContext
 from shiva.core.reduction import Reduction, Streams
 
@@ -183,6 +184,8 @@ class MethodConfig:
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     fixed: ClassVar[frozenset[str]] = frozenset()
     """Fields that shape the weights; a trained checkpoint cannot change them."""
+    either: ClassVar[frozenset[str]] = frozenset()
+    """Fields of which one at most may be set: changing one clears the others."""
     known: ClassVar[dict[str, type[MethodConfig]]] = {}
     """Every config class by name: a checkpoint names the one it was trained with."""
 
@@ -198,7 +201,13 @@ class MethodConfig:
         known = {"official": {}, **cls.presets}
         if name not in known:
             raise ValueError(f"{cls.__name__} has no preset {name!r}; pass one of {', '.join(map(repr, known))}")
-        return cls(**{**known[name], **changes})
+        return cls(**known[name]).changed(changes)
+
+    def changed(self: Config, changes: Mapping[str, Any]) -> Config:
+        """A copy with some fields changed, refusing unknown ones by name."""
+        named = {name for name in self.either if changes.get(name) is not None}
+        cleared = dict.fromkeys(self.either - named) if named else {}
+        return options.replace(self, {**cleared, **changes})
 
 
 def unify_guidance(scores: Tensor, policy: GuidancePolicy, ctx: StepContext) -> Tensor:

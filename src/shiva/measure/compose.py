@@ -101,12 +101,21 @@ def add_cache(transformer: Any, threshold: float) -> None:
 
 
 def add_cache_dit(transformer: Any, threshold: float) -> None:
-    """cache-dit's DBCache over the blocks themselves; Shiva's hooks, attached later, stay inside of them."""
+    """cache-dit's DBCache over the blocks themselves; Shiva's hooks, attached later, stay inside of them.
+
+    It knows Flux by its transformer, SD3 by its pipeline alone, which is not here.
+    """
     cache_dit = need("cache_dit", "cache-dit")
     config = cache_dit.DBCacheConfig(
         Fn_compute_blocks=1, Bn_compute_blocks=0, max_warmup_steps=1, residual_diff_threshold=threshold
     )
-    cache_dit.enable_cache(transformer, cache_config=config)
+    known: Any = transformer
+    if type(transformer).__name__ == "SD3Transformer2DModel":
+        pattern = cache_dit.ForwardPattern.Pattern_1
+        known = cache_dit.BlockAdapter(
+            transformer=transformer, blocks=transformer.transformer_blocks, forward_pattern=pattern
+        )
+    cache_dit.enable_cache(known, cache_config=config)
 
 
 @dataclass

@@ -17,6 +17,7 @@ import transformers
 from diffusers import DiffusionPipeline
 
 from shiva.checkpoint import ShivaCheckpoint
+from shiva.core import options
 from shiva.core.method import MethodConfig
 from shiva.core.trace import Trace
 from shiva.session import Session, attach
@@ -24,6 +25,7 @@ from shiva.summary import Summary
 
 Source = str | Path | ShivaCheckpoint | MethodConfig
 """What `attach` takes: a checkpoint, or the config of a method."""
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,13 @@ def quiet() -> None:
         library.disable_progress_bar()
 
 
-def load_pipeline(model: str | Path, **components: Any) -> Any:
+def load_pipeline(model: str | Path, dtype: str = "float32", **components: Any) -> Any:
     """A diffusers pipeline from a folder or hub id, some components replaced; an error says what to do."""
-
+    options.choice("dtype", dtype, DTYPES)
     if not Path(model).is_dir() and Path(model).exists():
         raise ValueError(f"{model} is a file; pass the pipeline's folder or a hub id")
     try:
-        pipe = DiffusionPipeline.from_pretrained(model, **components)
+        pipe = DiffusionPipeline.from_pretrained(model, dtype=getattr(torch, dtype), **components)
     except Exception as error:
         raise ValueError(
             f"{model} does not load as a diffusers pipeline ({type(error).__name__}: {error}); "
@@ -80,7 +82,7 @@ def load_pipeline(model: str | Path, **components: Any) -> Any:
     return pipe
 
 
-def load_with_arguments(model: str | Path) -> tuple[Any, dict[str, Any]]:
+def load_with_arguments(model: str | Path, dtype: str = "float32") -> tuple[Any, dict[str, Any]]:
     """A pipeline, and what each call of it should be given.
 
     The embedded model's third text encoder has no layers: it only stands where diffusers asks for one. Without it
@@ -88,8 +90,8 @@ def load_with_arguments(model: str | Path) -> tuple[Any, dict[str, Any]]:
     """
     config = Path(model) / "text_encoder_3" / "config.json"
     if config.is_file() and json.loads(config.read_text()).get("num_layers") == 0:
-        return load_pipeline(model, text_encoder_3=None, tokenizer_3=None), {"max_sequence_length": 0}
-    return load_pipeline(model), {}
+        return load_pipeline(model, dtype, text_encoder_3=None, tokenizer_3=None), {"max_sequence_length": 0}
+    return load_pipeline(model, dtype), {}
 
 
 def generate(

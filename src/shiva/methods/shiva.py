@@ -52,6 +52,7 @@ class Shiva(SelectConfig):
         "sweep": {"score": "sweep", "rejected": "cached", "attends": "all"},
     }
     fixed: ClassVar = SelectConfig.fixed | {"policy"}
+    either: ClassVar = frozenset({"budget", "flops"})
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,7 +15,7 @@ from shiva.checkpoint import write_atomically
 from shiva.core.method import MethodConfig
 from shiva.core.options import unknown_key
 from shiva.measure.environment import environment
-from shiva.measure.generate import Contender, load_pipeline
+from shiva.measure.generate import Contender, load_with_arguments
 from shiva.measure.generate import generate as run
 
 
@@ -24,18 +24,22 @@ def generate(
     prompts: Annotated[list[str], typer.Argument(help="One or more prompts")],
     checkpoint: Annotated[str | None, typer.Option(help="Folder or hub id of a trained checkpoint")] = None,
     method: Annotated[str | None, typer.Option(help="A method by its name, e.g. ToMeSD; see docs/methods.md")] = None,
-    preset: Annotated[str, typer.Option(help="The method's preset: official or paper")] = "official",
-    budget: Annotated[float | None, typer.Option(help="Mean share of tokens to keep, for a Shiva checkpoint")] = None,
+    preset: Annotated[
+        str, typer.Option(help="The method's preset: official, paper, or one of its own, as Shiva's sweep")
+    ] = "official",
+    budget: Annotated[float | None, typer.Option(help="Mean share of tokens that Shiva keeps")] = None,
     steps: Annotated[int, typer.Option(help="Denoising steps")] = 28,
     guidance: Annotated[float, typer.Option(help="Guidance scale")] = 4.5,
     seed: Annotated[int, typer.Option(help="Seed of the first prompt's noise; the next prompts count on")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for images and run.json")] = Path("outputs/generate"),
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
 ) -> None:
     """Generate images, dense or with fewer tokens, and say what was spared."""
     contender = choose(checkpoint, method, preset, budget)
     console = Console()
-    pipe = load_pipeline(model).to(device)
+    pipe, arguments = load_with_arguments(model, dtype)
+    pipe.to(device)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("generating", total=steps)
         outcome = run(
@@ -46,6 +50,7 @@ def generate(
             guidance=guidance,
             seed=seed,
             progress=lambda name, step: progress.update(task, advance=1),
+            **arguments,
         )["run"]
     output.mkdir(parents=True, exist_ok=True)
     files = [output / f"{i:03d}-{slug(prompt)}.png" for i, prompt in enumerate(prompts)]
@@ -61,7 +66,7 @@ def generate(
         "method": method,
         "preset": preset,
     }
-    settings |= {"budget": budget, "steps": steps, "guidance": guidance, "seed": seed}
+    settings |= {"budget": budget, "steps": steps, "guidance": guidance, "seed": seed, "dtype": dtype}
     report: dict[str, Any] = {"environment": environment(), "settings": settings, "seconds": outcome.median}
     report["summary"] = None if outcome.summary is None else outcome.summary.to_dict()
     write_atomically(output / "run.json", json.dumps(report, indent=2).encode() + b"\n")
@@ -71,15 +76,16 @@ def choose(checkpoint: str | None, method: str | None, preset: str, budget: floa
     """The contender that the options describe; the dense pipeline if they name none."""
     if checkpoint is not None and method is not None:
         raise ValueError(f"--checkpoint {checkpoint} and --method {method} exclude each other; pass one")
+    changes = {} if budget is None else {"budget": budget}
     if checkpoint is not None:
-        return Contender(checkpoint, {} if budget is None else {"budget": budget})
-    if budget is not None:
-        raise ValueError(f"--budget {budget} needs a trained --checkpoint to shift")
+        return Contender(checkpoint, changes)
     if method is None:
+        if changes:
+            raise ValueError(f"--budget {budget} needs something to keep it: --checkpoint, or --method Shiva")
         return Contender(None)
     if method not in MethodConfig.known:
         raise ValueError(unknown_key(method, MethodConfig.known, "shiva"))
-    return Contender(MethodConfig.known[method].preset(preset))
+    return Contender(MethodConfig.known[method].preset(preset), changes)
 
 
 def slug(prompt: str) -> str:

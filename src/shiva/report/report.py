@@ -69,7 +69,9 @@ def is_evaluation(folder: Path) -> bool:
 
 def holds_results(folder: Path) -> bool:
     marked = (folder / "metrics.jsonl").is_file() or (folder / CONFIG_FILE).is_file() or is_evaluation(folder)
-    return marked or any(is_result(load(path)) for path in folder.glob("*.json"))
+    if marked or any(is_result(load(path)) for path in folder.glob("*.json")):
+        return True
+    return any(holds_results(inside) for inside in folder.iterdir() if inside.is_dir())
 
 
 def load(path: Path) -> Any:

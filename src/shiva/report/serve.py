@@ -38,6 +38,7 @@ def serve(
     ] = None,
     guidance: Annotated[float, typer.Option(help="Guidance scale")] = 4.0,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets others in")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on", min=0, max=65535)] = 7860,
     steps: Annotated[int, typer.Option(help="Denoising steps to start with", min=STEPS[0], max=STEPS[1])] = 20,
@@ -46,7 +47,7 @@ def serve(
     need_gradio()
     quiet()
     source = UNTRAINED if checkpoint is None else ShivaCheckpoint.from_pretrained(checkpoint)
-    pipe, arguments = load_with_arguments(model)
+    pipe, arguments = load_with_arguments(model, dtype)
     studio = Studio(pipe.to(device), source, guidance, **arguments)
     name = Path(model).name
     about = "nothing trained: a moving band, cached updates" if checkpoint is None else f"checkpoint {checkpoint}"

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from shiva.checkpoint import ShivaCheckpoint
-from shiva.core import options
 from shiva.core.context import StepContext
 from shiva.core.method import Method
 from shiva.measure.generate import Contender, Outcome, generate, psnr
@@ -110,8 +109,8 @@ class Studio:
 
     def method(self, budget: float) -> Method:
         if isinstance(self.source, ShivaCheckpoint):
-            return self.source.method(budget=budget, flops=None)
-        return options.replace(self.source, {"budget": budget}).build(self.spec)
+            return self.source.method(budget=budget)
+        return self.source.changed({"budget": budget}).build(self.spec)
 
     def timesteps(self, steps: int) -> list[float]:
         scheduler = copy.deepcopy(self.pipe.scheduler)
@@ -150,8 +149,7 @@ class Studio:
         )
 
     def _contender(self, budget: float) -> Contender:
-        changes = {"flops": None} if isinstance(self.source, ShivaCheckpoint) else {}
-        return Contender(self.source, {"budget": budget, **changes})
+        return Contender(self.source, {"budget": budget})
 
     def _run(self, request: Request, contender: Contender) -> Outcome:
         return generate(

@@ -53,6 +53,7 @@ def evaluate(
     probes: Annotated[int, typer.Option(help="Prompts on which FLOPs and one-step errors are measured")] = 4,
     threads: Annotated[int | None, typer.Option(help="CPU threads; torch's choice otherwise")] = None,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, …")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
 ) -> None:
     """What is lost and what is won: images of every method on the same prompts and noise, measured and compared.
 
@@ -67,7 +68,7 @@ def evaluate(
         torch.set_num_threads(threads)
     quiet()
     workers = Workers(device)
-    pipe = functools.cache(lambda: load(model, lineup, workers.device))
+    pipe = functools.cache(lambda: load(model, dtype, lineup, workers.device))
     source = prompts or (Path(lineup.prompts) if lineup.prompts else None)
     if source is None:
         raise ValueError(f"{methods} names no prompts; pass --prompts FILE")
@@ -87,6 +88,7 @@ def evaluate(
         height=height,
         width=width,
         batch=batch,
+        dtype=dtype,
         arguments=lineup.arguments,
     )
     console = Console(width=None if Console().is_terminal else 200)
@@ -131,8 +133,8 @@ def perform(evaluation: Evaluation, name: str, console: Console, alone: bool) ->
     return True
 
 
-def load(model: str, lineup: Lineup, device: str) -> Any:
-    return load_pipeline(model, **dict.fromkeys(lineup.without)).to(device)
+def load(model: str, dtype: str, lineup: Lineup, device: str) -> Any:
+    return load_pipeline(model, dtype, **dict.fromkeys(lineup.without)).to(device)
 
 
 def held_out_prompts(source: Path, given: Path | None, limit: int | None) -> PromptSet | None:

@@ -83,7 +83,7 @@ class Contender:
         source = self.source()
         config = source if isinstance(source, MethodConfig) else source.method_config
         if isinstance(source, ShivaCheckpoint):
-            config = options.replace(config, listed(self.options))
+            config = config.changed(listed(self.options))
         return {
             "method": type(config).__name__,
             "options": plain(dataclasses.asdict(config)),  # type: ignore[call-overload]

@@ -48,6 +48,7 @@ class Settings:
     width: int | None = None
     batch: int = 1
     """Prompts a call; some methods share choices over a batch, so it is part of the settings."""
+    dtype: str = "float32"
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
