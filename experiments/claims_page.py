@@ -17,9 +17,10 @@ PAGE = ROOT / "docs" / "paper-claims.md"
 HEAD = """# The paper's claims, measured here
 
 Written by `shiva validate --write-docs` from `results/validate/*.json`; `shiva validate --all` makes those, and
-`python -m experiments.NAME` one of them. What was assumed where the paper is silent stands at the head of each
-experiment. *Reproduced*: the figure is met. *In direction*: its sign or order is. *Not in the paper*: a measurement
-that the claim above it calls for.
+`python -m experiments.NAME` one of them. A row that names its seeds and steps comes from
+`python -m experiments.NAME --seeds COUNT --steps COUNT`. What was assumed where the paper is silent stands at the
+head of each experiment. *Reproduced*: the figure is met. *In direction*: its sign or order is. *Not in the paper*: a
+measurement that the claim above it calls for.
 """
 
 

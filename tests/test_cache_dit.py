@@ -56,7 +56,9 @@ def test_a_cache_that_never_hits_leaves_shiva_as_it_is_and_one_that_hits_skips_b
     alone, without = draw()
     for threshold in (-1.0, 10.0):
         enable(pipe, threshold)
+        cached = image()
         both, summary = draw()
+        assert torch.equal(image(), cached), "the cache outlives the session"
         cache_dit.disable_cache(pipe)
         assert torch.equal(image(), dense), "both are gone"
         if threshold < 0:

@@ -144,6 +144,31 @@ def test_an_adapter_is_folded_into_the_weights_and_means_the_same() -> None:
             assert not torch.allclose(model(**call)[0], folded, rtol=1e-4, atol=1e-4)
 
 
+FOREIGN_ADAPTERS = {
+    "another way of making weights": (lambda a: a["adapter_config"].update(init_lora_weights="pissa"), "init_lora"),
+    "another size": (lambda a: a["adapter_config"].update(r=7), "size mismatch"),
+}
+
+
+@pytest.mark.parametrize("fault", FOREIGN_ADAPTERS)
+def test_an_adapter_that_does_not_fit_leaves_the_model_alone(fault: str) -> None:
+    spoil, message = FOREIGN_ADAPTERS[fault]
+    model, broken = make_sd3(), adapter(make_sd3())
+    spoil(broken)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        shiva.attach(model, shiva.ShivaCheckpoint.of(varied_method(model), **broken), budget=0.5)
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_checkpoint_of_sd3_is_refused_by_sd35_of_the_same_sizes() -> None:
+    checkpoint = shiva.ShivaCheckpoint.of(varied_method(make_sd3()))
+    with pytest.raises(ValueError, match=r"0 dual attentions.*the pipeline's has 2 dual attentions"):
+        shiva.attach(make_sd3(dual=(0, 1)), checkpoint)
+
+
 def test_an_adapter_that_breaks_while_it_is_folded_leaves_the_model_alone() -> None:
     model, call = make_sd3(), BACKBONES["sd3"].call(1, 6, 6)
     broken = adapter(make_sd3())

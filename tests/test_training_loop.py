@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -242,6 +243,15 @@ def test_the_command_makes_a_checkpoint_that_attaches_and_generates(folder: Path
         image = pipe("a cat", height=32, width=32, num_inference_steps=2, max_sequence_length=0).images[0]
         assert session.summary().keep == pytest.approx(0.5, abs=0.02)
     assert image.size == (32, 32)
+
+
+@pytest.mark.slow
+def test_a_finished_run_without_its_states_is_not_trained_again(
+    folder: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(finished / "checkpoint", tmp_path / "checkpoint")
+    assert Trainer(recipe_from(tiny_recipe(folder)), tmp_path).run() == tmp_path / "checkpoint"
+    assert "is finished; pass --fresh" in capsys.readouterr().err
 
 
 @pytest.mark.slow

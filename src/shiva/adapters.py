@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 ADAPTER_NAME = "shiva"
+KNOWN = ("lora_alpha", "r", "target_modules", "use_dora")
+"""Arguments of PEFT's LoraConfig that a checkpoint may give; others change how weights are made or loaded."""
 
 
 class AttachedAdapter:
@@ -21,14 +24,18 @@ class AttachedAdapter:
     def __init__(self, transformer: nn.Module, config: Mapping[str, Any], weights: Mapping[str, Tensor]):
         self.transformer = transformer
         self._originals: list[tuple[nn.Linear, Tensor]] = []
-        inject_adapter(transformer, config, weights)
-        if all(map(can_fold, adapted_layers(transformer))):
-            try:
+        foreign = sorted(config.keys() - KNOWN)
+        if foreign:
+            raise ValueError(f"the adapter's config has {foreign[0]!r}; only {', '.join(KNOWN)} are known")
+        need_peft()
+        try:
+            inject_adapter(transformer, config, weights)
+            if all(map(can_fold, adapted_layers(transformer))):
                 self._fold()
-            except BaseException:
-                remove_adapter(transformer, ADAPTER_NAME)
-                self.remove()
-                raise
+        except BaseException:
+            remove_adapter(transformer, ADAPTER_NAME)
+            self.remove()
+            raise
 
     @property
     def folded(self) -> bool:
@@ -51,6 +58,15 @@ class AttachedAdapter:
         self._originals.clear()
 
 
+def need_peft() -> Any:
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise ImportError(
+            "this checkpoint has an adapter, which needs PEFT: pip install 'shiva-dit[adapter]'"
+        ) from error
+
+
 def adapted_layers(transformer: nn.Module) -> list[Any]:
     """PEFT's layers that hold the adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -69,20 +85,14 @@ def can_fold(layer: Any) -> bool:
 
 def inject_adapter(transformer: nn.Module, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
     """Add a PEFT adapter to any transformer, also those without diffusers' own adapter support."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
-    except ImportError as error:
-        raise ImportError(
-            "this checkpoint has an adapter, which needs PEFT: pip install 'shiva-dit[adapter]'"
-        ) from error
+    peft = need_peft()
     trainable = {name for name, p in transformer.named_parameters() if p.requires_grad}
-    inject_adapter_in_model(LoraConfig(**config), transformer, adapter_name=ADAPTER_NAME)
-    result = set_peft_model_state_dict(transformer, dict(weights), adapter_name=ADAPTER_NAME)
+    peft.inject_adapter_in_model(peft.LoraConfig(**config), transformer, adapter_name=ADAPTER_NAME)
+    result = peft.set_peft_model_state_dict(transformer, dict(weights), adapter_name=ADAPTER_NAME)
     for name, parameter in transformer.named_parameters():
         parameter.requires_grad_(name.replace(".base_layer.", ".") in trainable)
     unexpected = list(getattr(result, "unexpected_keys", None) or [])
     if unexpected:
-        remove_adapter(transformer, ADAPTER_NAME)
         raise ValueError(f"the adapter's {unexpected[0]} has no place in {type(transformer).__name__}")
 
 

@@ -245,7 +245,11 @@ class ShivaCheckpoint(
                 f"this checkpoint is for {mine.layers} layers of width {mine.width}; "
                 f"the pipeline has {spec.layers} of {spec.width}"
             )
-        if mine != spec:
+        if mine.variant and mine.variant != spec.variant:
+            raise ValueError(
+                f"this checkpoint is for a {mine.name} of {mine.variant}; the pipeline's has {spec.variant}"
+            )
+        if mine != dataclasses.replace(spec, variant=mine.variant):
             raise ValueError(f"this checkpoint is for {mine}; the pipeline has {spec}")
 
     def method(self, **overrides: Any) -> Method:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from diffusers.hooks import HookRegistry
@@ -27,6 +28,9 @@ INNER_CACHES = {
 """Block-level caches, which work around pruned blocks but not inside them."""
 CACHE_DIT = "_original_forward"
 """Where cache-dit keeps the forward that it wraps; it runs the blocks themselves, so it comes before `attach`."""
+ACCELERATE = "_old_forward"
+"""Where accelerate's hooks keep the forward that they wrap."""
+OFFLOADING = ("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading")
 REFUSED_PIPELINES = ("FluxKontextPipeline", "FluxKontextInpaintPipeline")
 
 
@@ -42,27 +46,93 @@ def transformer_of(target: Any) -> nn.Module:
     return getattr(transformer, "_orig_mod", transformer)
 
 
+@dataclass(frozen=True)
+class Hooked:
+    """A module under our hook, with the forward that it had of its own and the one that the hook gave it."""
+
+    module: Any
+    own: Callable[..., Any] | None
+    given: Callable[..., Any]
+
+    def release(self) -> None:
+        """Take the hook off; whatever came before it or was put over it since stays."""
+        registry, over = HookRegistry.check_if_exists_or_initialize(self.module), self.module.forward
+        under = registry.get_hook(HOOK).fn_ref.original_forward
+        registry.remove_hook(HOOK, recurse=False)
+        if getattr(self.module, ACCELERATE, None) is self.given:
+            setattr(self.module, ACCELERATE, under)
+            self.module.forward = over
+        elif not registry.hooks and self.own is None:
+            self.module.__dict__.pop("forward", None)
+        if not registry.hooks:
+            del self.module._diffusers_hook
+
+
 def refuse_conflicts(target: Any, transformer: nn.Module) -> None:
     if type(target).__name__ in REFUSED_PIPELINES:
         raise TypeError(
             f"{type(target).__name__} mixes reference-image tokens with the image's own; pruning would drop "
             "parts of the reference; use FluxPipeline"
         )
+    refuse_attention_caches(transformer)
+    for name, hook in hooks_of(transformer):
+        if hook == HOOK:
+            raise RuntimeError("a Shiva session is already attached here; call its detach() first")
+        if hook in INNER_CACHES:
+            raise RuntimeError(
+                f"{INNER_CACHES[hook]} at {name} would see pruned tokens only; call "
+                "transformer.disable_cache(), attach first, then enable the cache again"
+            )
+    if any(offloads(getattr(module, "_hf_hook", None)) for module in transformer.modules()):
+        raise RuntimeError(
+            "CPU offload is on, and would drop the session after an image; call pipe.remove_all_hooks(), "
+            "attach first, then enable offload again"
+        )
+
+
+def refuse_attention_caches(transformer: nn.Module) -> None:
+    for name, hook in hooks_of(transformer):
+        if hook in REFUSED_HOOKS:
+            raise RuntimeError(
+                f"{REFUSED_HOOKS[hook]} caches attention outputs at {name}, which go wrong when the kept tokens "
+                "change; call transformer.disable_cache() first"
+            )
+
+
+def hooks_of(transformer: nn.Module) -> Iterator[tuple[str, str]]:
+    """Names of all modules under diffusers' hooks, and of the hooks."""
     for name, module in transformer.named_modules():
-        registry = getattr(module, "_diffusers_hook", None)
-        for hook in getattr(registry, "hooks", {}):
-            if hook == HOOK:
-                raise RuntimeError("a Shiva session is already attached here; call its detach() first")
-            if hook in INNER_CACHES:
-                raise RuntimeError(
-                    f"{INNER_CACHES[hook]} at {name or 'the transformer'} would see pruned tokens only; call "
-                    "transformer.disable_cache(), attach first, then enable the cache again"
-                )
-            if hook in REFUSED_HOOKS:
-                raise RuntimeError(
-                    f"{REFUSED_HOOKS[hook]} caches attention outputs at {name or 'the transformer'}, which go "
-                    "wrong when the kept tokens change; call transformer.disable_cache() first"
-                )
+        for hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}):
+            yield name or "the transformer", hook
+
+
+def offloads(hook: Any) -> bool:
+    """Whether an accelerate hook keeps weights elsewhere between calls."""
+    inner = getattr(hook, "hooks", (hook,))
+    return any(type(part).__name__ == "CpuOffload" or getattr(part, "offload", False) for part in inner)
+
+
+@contextlib.contextmanager
+def offloading_off(transformer: nn.Module) -> Iterator[None]:
+    """Hooks that load weights silenced for a while: on the meta device there is nothing to load."""
+    silenced: list[Any] = []
+    replaced: list[tuple[Any, Any]] = []
+    for module in transformer.modules():
+        if hasattr(module, ACCELERATE):
+            replaced.append((module, module.forward))
+            module.forward = getattr(module, ACCELERATE)
+        registry: Any = getattr(module, "_diffusers_hook", None)
+        silenced += [hook for name, hook in getattr(registry, "hooks", {}).items() if name in OFFLOADING]
+    for hook in silenced:
+        hook.fn_ref.pre_forward = lambda module, *args, **kwargs: (args, kwargs)
+        hook.fn_ref.post_forward = lambda module, output: output
+    try:
+        yield
+    finally:
+        for hook in silenced:
+            hook.fn_ref.pre_forward, hook.fn_ref.post_forward = hook.pre_forward, hook.post_forward
+        for module, forward in replaced:
+            module.forward = forward
 
 
 @contextlib.contextmanager

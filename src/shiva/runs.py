@@ -30,10 +30,10 @@ class Run:
 class RunTracker:
     """Follows the calls of one transformer.
 
-    Timesteps fall within a run. So a higher one, or the same one with other latents, begins a new run;
-    the same one with the very same latents tensor is the other branch of sequential guidance, as is,
-    inside one pipeline run, the same one at another batch size (skip-layer guidance); and a new
-    `scheduler.timesteps` tensor is a new run whatever its values.
+    Timesteps fall within a run, so a higher one begins a new run, and so does a new `scheduler.timesteps` tensor
+    whatever its values. The same timestep with the very same latents tensor is the other branch of sequential
+    guidance. With other latents it is the next step of a pipeline's run (samplers of second order, timesteps
+    rounded to the same bfloat16), and without a pipeline a new run.
     """
 
     def __init__(self, guidance: str) -> None:
@@ -55,18 +55,18 @@ class RunTracker:
             self._schedule = self._timesteps = None
         same_latents = self._latents is not None and self._latents() is latents
         again = timestep == self._timestep
-        other_batch = schedule is not None and latents.shape != self._shape
-        if rescheduled or not (timestep < self._timestep or (again and (same_latents or other_batch))):
+        goes_on = timestep < self._timestep or (again and (same_latents or schedule is not None))
+        if rescheduled or not goes_on:
             self.run = Run(paired=self._pairs(latents))
-        elif again:
+            if self._timesteps is not None and timestep == timestep:
+                self.run.step = nearest(self._timesteps, timestep)
+        elif again and same_latents:
             self.run.branch += 1
         else:
-            self.run.step += 1
+            self.run.step = following(self._timesteps, self.run.step + 1, timestep)
             self.run.branch = 0
             if latents.shape != self._shape:
                 self.run.paired = self._pairs(latents)
-        if self._timesteps is not None and timestep == timestep:
-            self.run.step = nearest(self._timesteps, timestep)
         self._timestep, self._shape, self._latents = timestep, latents.shape, weakref.ref(latents)
         return self.run, self._timesteps
 
@@ -84,6 +84,18 @@ class RunTracker:
             return False
         first, second = latents.chunk(2)
         return torch.equal(first, second)
+
+
+ROUNDING = 2**-7
+"""How far a timestep that went through bfloat16 may be from the scheduler's, as a share of it."""
+
+
+def following(timesteps: list[float] | None, expected: int, timestep: float) -> int:
+    """The place of a run's next timestep: the expected one, unless calls were left out."""
+    if timesteps is None or expected >= len(timesteps) or timestep != timestep:
+        return expected
+    planned = timesteps[expected]
+    return expected if abs(planned - timestep) <= ROUNDING * abs(planned) else nearest(timesteps, timestep)
 
 
 def nearest(values: list[float], value: float) -> int:

@@ -23,12 +23,23 @@ from shiva.core.cost import ZERO, CostModel, Flops, SiteCost, count
 from shiva.core.method import Method, MethodConfig
 from shiva.core.reduction import Reduction, Streams
 from shiva.core.trace import Trace
-from shiva.door import HOOK, caches_off, refuse_conflicts, transformer_of, under_cache_dit
+from shiva.door import (
+    HOOK,
+    Hooked,
+    caches_off,
+    offloading_off,
+    refuse_attention_caches,
+    refuse_conflicts,
+    transformer_of,
+    under_cache_dit,
+)
 from shiva.pricing import meta_call, site_costs, tensor_bytes, to_meta
 from shiva.runs import RunTracker, read_timestep
 from shiva.summary import StepRecord, Summary
 
 GUIDANCE = ("auto", "batched", "sequential", "none")
+BETWEEN_BLOCKS = ("block_controlnet_hidden_states", "controlnet_block_samples", "controlnet_single_block_samples")
+"""Arguments that a transformer adds to its tokens between blocks."""
 
 
 class RootHook(ModelHook):
@@ -120,7 +131,7 @@ class Session:
         self._compiled: Callable[..., Any] | None = None
         self.runner: Callable[[StepContext, Call], Any] | None = None
         """Runs a step in the transformer's place, such as by replaying a recorded graph of it."""
-        self._hooked: list[nn.Module] = []
+        self._hooked: list[Hooked] = []
         self._prepared = contextlib.ExitStack()
         self._over_cache_dit = under_cache_dit(transformer)
         self._blocks = [site.name for site in backbone.sites(transformer) if site.kind == "block"]
@@ -150,17 +161,14 @@ class Session:
             raise
 
     def _register(self, module: nn.Module, hook: ModelHook) -> None:
+        own = module.__dict__.get("forward")
         HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK)
-        self._hooked.append(module)
+        self._hooked.append(Hooked(module, own, module.forward))
 
     def detach(self) -> None:
         """Remove every trace of the session; the pipeline computes exactly as before it."""
-        for module in reversed(self._hooked):
-            registry = HookRegistry.check_if_exists_or_initialize(module)
-            registry.remove_hook(HOOK, recurse=False)
-            if not registry.hooks:
-                module.__dict__.pop("forward", None)
-                del module._diffusers_hook
+        for hooked in reversed(self._hooked):
+            hooked.release()
         self._hooked.clear()
         self._prepared.close()
         if self._adapter is not None:
@@ -214,6 +222,9 @@ class Session:
 
     def _step(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = bind(self._names, args, kwargs)
+        if self.backbone.is_extra(call):
+            with self.disabled():
+                return forward(*args, **kwargs)
         self._remember_shapes(call)
         self.ctx = ctx = self._context(call)
         if self.runner is not None and ctx.trace is None:
@@ -248,6 +259,7 @@ class Session:
         previous = self._tracker.run
         run, timesteps = self._tracker.follow(timestep, latents, getattr(scheduler, "timesteps", None))
         if run is not previous:
+            refuse_attention_caches(self.transformer)
             self.stats = []
         if self._trace is not None:
             self._trace.begin(run.step, timestep, around.grid, self.spec.layers, fresh=run is not previous)
@@ -261,7 +273,7 @@ class Session:
             guidance_pairs=run.paired,
             branch=run.branch,
             run=run.memory,
-            blocks_adjoin=call.get("block_controlnet_hidden_states") is None,
+            blocks_adjoin=all(call.get(name) is None for name in BETWEEN_BLOCKS),
             cost=self.cost_model,
             teacher=self.teacher,
             trace=self._trace,
@@ -344,7 +356,7 @@ class Session:
         keys = [s for s in self.backbone.sites(self.transformer) if s.kind == "keys" and self.method.selects(s)]
         self._probe = {}
         try:
-            with self.disabled(), caches_off(self.transformer):
+            with self.disabled(), caches_off(self.transformer), offloading_off(self.transformer):
                 dense = count(lambda: meta_call(self.transformer, **example))
                 costs = site_costs(sites, self._probe, shapes, keys)
         finally:

@@ -196,6 +196,10 @@ class Backbone:
     def signals(self, transformer: Any, call: Call) -> Signals:
         raise NotImplementedError
 
+    def is_extra(self, call: Call) -> bool:
+        """Whether a call is beside a step's own, on other blocks: it runs dense and is not counted."""
+        return False
+
 
 _REGISTRY: dict[str, Backbone] = {}
 

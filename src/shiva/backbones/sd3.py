@@ -34,6 +34,7 @@ class SD3(Backbone):
             time_width=width,
             prompt_width=config.pooled_projection_dim,
             heads=config.num_attention_heads,
+            variant=f"{len(config.dual_attention_layers)} dual attentions, qk_norm {config.qk_norm}",
         )
 
     def surroundings(self, transformer: Any, call: Call) -> Surroundings:
@@ -49,6 +50,10 @@ class SD3(Backbone):
         embed, pooled = transformer.time_text_embed, call["pooled_projections"]
         time = embed.timestep_embedder(embed.time_proj(call["timestep"]).to(pooled.dtype))
         return Signals(time.expand(pooled.shape[0], -1), pooled)
+
+    def is_extra(self, call: Call) -> bool:
+        """The call of skip-layer guidance."""
+        return call.get("skip_layers") is not None
 
 
 register(SD3())

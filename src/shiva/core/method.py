@@ -61,6 +61,8 @@ class BackboneSpec:
     time_width: int
     prompt_width: int
     heads: int = 1
+    variant: str = ""
+    """What tells apart models of the same class and sizes."""
 
 
 @dataclass

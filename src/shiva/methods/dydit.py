@@ -31,7 +31,7 @@ from shiva.core.method import BackboneSpec, GuidancePolicy, Place, Run, unify_gu
 from shiva.core.reduction import Reduction, Streams, flat_rows, gather, select
 from shiva.methods._rejected import RejectedConfig, RejectedMethod
 from shiva.methods._select import full_precision
-from shiva.modules.rejected import grid_places, nearest_masked
+from shiva.modules.rejected import distances, grid_places, nearest_masked
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class DyDiTMethod(RejectedMethod):
                 closeness = directions @ directions.transpose(1, 2)
             else:
                 places = grid_places(ctx.grid, x.device)
-                closeness = -torch.cdist(places, places)[None]
+                closeness = -distances(places, places)[None]
             rows = flat_rows(nearest_masked(closeness, mask), x.shape[1])
             return torch.where(computed, updates, gather(updates, rows))
 

@@ -28,6 +28,7 @@ from shiva.modules.merging import (
     split,
     windows,
 )
+from shiva.modules.rejected import distances
 
 OUTSIDE_BONUS = 1e3
 """Added to the score of tokens outside the pool, so that they merge before any inside it."""
@@ -97,7 +98,7 @@ def nearest_destination(destinations: Tensor, sources: Tensor, columns: int, jit
     def coordinates(positions: Tensor) -> Tensor:
         return torch.stack([positions // columns, positions % columns], dim=-1).float()
 
-    distance, target = torch.cdist(coordinates(sources), coordinates(destinations) + jitter).min(dim=-1)
+    distance, target = distances(coordinates(sources), coordinates(destinations) + jitter).min(dim=-1)
     return -distance, target
 
 

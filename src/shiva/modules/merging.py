@@ -154,9 +154,9 @@ def merge(x: Tensor, matching: Matching, combine: Combine = "mean") -> Tensor:
 def group_mean(destinations: Tensor, sources: Tensor, target: Tensor) -> Tensor:
     """The plain mean of each destination (B, M, D) and the sources (B, R, D) that merge into it."""
     rows = flat_rows(target, destinations.shape[1])
-    totals = destinations.flatten(0, 1).index_add(0, rows, sources.flatten(0, 1))
-    sizes = totals.new_ones(totals.shape[0]).index_add(0, rows, totals.new_ones(rows.shape[0]))
-    return (totals / sizes[:, None]).view(destinations.shape)
+    totals = destinations.flatten(0, 1).float().index_add(0, rows, sources.flatten(0, 1).float())
+    sizes = totals.new_ones(totals.shape[0]).index_add(0, rows, totals.new_ones(rows.shape[0]))  # bf16 counts to 256
+    return (totals / sizes[:, None]).view(destinations.shape).to(destinations.dtype)
 
 
 def mlerp_scale(mean: Tensor, destinations: Tensor, sources: Tensor, target: Tensor) -> Tensor:

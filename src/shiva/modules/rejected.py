@@ -23,10 +23,15 @@ def grid_places(grid: tuple[int, int], device: torch.device) -> Tensor:
     return torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1).flatten(0, 1).float()
 
 
+def distances(places: Tensor, others: Tensor) -> Tensor:
+    """Between points on a grid, without the matrix product that TF32 would round."""
+    return torch.cdist(places, others, compute_mode="donot_use_mm_for_euclid_dist")
+
+
 def spatially_nearest(indices: Tensor, grid: tuple[int, int], *, apart: bool = False) -> Tensor:
     """For every token of the grid, which of the selected (B, k) is nearest to it: (B, N) of 0 to k - 1."""
     places = grid_places(grid, indices.device)
-    return nearest_of(-torch.cdist(places.expand(indices.shape[0], -1, -1), places[indices]), indices, apart)
+    return nearest_of(-distances(places.expand(indices.shape[0], -1, -1), places[indices]), indices, apart)
 
 
 def most_similar(x: Tensor, indices: Tensor, *, apart: bool = False) -> Tensor:

@@ -100,7 +100,7 @@ def load_state(folder: Path) -> State:
         stage=about["stage"],
         recipe=about["recipe"],
         method=read_tensors(folder / "method.safetensors"),
-        optimizer=torch.load(folder / "optimizer.pt", weights_only=True),
+        optimizer=torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True),
         loss=about["loss"],
         **found,
     )

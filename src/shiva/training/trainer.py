@@ -70,9 +70,9 @@ class Trainer:
         state = None if self.newest is None else load_state(self.newest)
         if state is not None:
             check_recipe(self.output, state.recipe, self.recipe.to_dict())
-            if self.final.is_dir():
-                self.log.say(f"{self.final} is finished; pass --fresh to train again")
-                return self.final
+        if self.final.is_dir():
+            self.log.say(f"{self.final} is finished; pass --fresh to train again")
+            return self.final
         self.prepare()
         if state is not None:
             self.restore(state)

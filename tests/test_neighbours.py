@@ -1,0 +1,166 @@
+"""A session among others' hooks, samplers and guidance: what it tolerates, what it leaves alone, what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from diffusers import FlowMatchHeunDiscreteScheduler, PyramidAttentionBroadcastConfig
+from torch import nn
+
+import shiva
+from pipelines import PIPELINES
+from shiva.modules.merging import group_mean
+from shiva.runs import RunTracker
+
+from method_table import METHODS
+from tiny import call_flux, call_sd3, make_flux, make_sd3, noise
+
+GUIDED = [name for name, row in METHODS.items() if "sd3" in row.backbones]
+
+
+# -- guidance and samplers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GUIDED)
+def test_the_extra_call_of_skip_layer_guidance_runs_dense(name: str, tmp_path: Path) -> None:
+    tiny, skipping = PIPELINES["sd3"], {"skip_guidance_layers": [1], "skip_layer_guidance_start": 0.0}
+    pipe = tiny.load(tmp_path)
+    with shiva.attach(pipe, METHODS[name].on) as session:
+        tiny.image(pipe, steps=3, skip_layer_guidance_stop=1.0, **skipping)
+        assert len(session.stats) == 3
+    dense = tiny.image(pipe, steps=3, skip_layer_guidance_stop=1.0, **skipping)
+    with shiva.attach(pipe, METHODS[name].off):
+        assert torch.equal(tiny.image(pipe, steps=3, skip_layer_guidance_stop=1.0, **skipping), dense)
+
+
+def test_a_sampler_that_calls_each_timestep_twice_makes_one_run(tmp_path: Path) -> None:
+    tiny = PIPELINES["sd3"]
+    pipe = tiny.load(tmp_path)
+    pipe.scheduler = FlowMatchHeunDiscreteScheduler()
+    with shiva.attach(pipe, shiva.Shiva(budget=0.5, rejected="cached")) as session:
+        tiny.image(pipe, steps=5)
+        summary = session.summary()
+    assert len(summary.steps) == 9
+    kept = [step.kept["transformer_blocks.2"] for step in summary.steps]
+    assert kept[0] == summary.steps[0].tokens, "the first step fills the cache"
+    assert all(count < kept[0] for count in kept[1:])
+
+
+def test_timesteps_rounded_to_the_same_number_are_steps_of_one_run() -> None:
+    schedule = 1000 * torch.linspace(1, 0.01, 100) ** 0.2
+    tracker, latents = RunTracker("none"), [noise(1, 4, 8, 8, seed=step) for step in range(100)]
+    rounded = schedule.to(torch.bfloat16).float().tolist()
+    assert len(set(rounded)) < 90
+    runs = [tracker.follow(timestep, x, schedule)[0] for timestep, x in zip(rounded, latents, strict=True)]
+    assert all(run is runs[0] for run in runs)
+    assert runs[0].step == 99
+
+
+def test_a_pipeline_that_leaves_calls_out_is_followed() -> None:
+    schedule, tracker = torch.linspace(1000, 100, 10), RunTracker("none")
+    steps = [tracker.follow(t, noise(1, 4, seed=int(t)), schedule)[0].step for t in (1000.0, 900.0, 500.0, 400.0)]
+    assert steps == [0, 1, 5, 6]
+
+
+# -- others' hooks ---------------------------------------------------------------------------------------
+
+
+class Counting(ModelHook):
+    calls = 0
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return args, kwargs
+
+
+def test_a_hook_put_over_the_session_outlives_it() -> None:
+    model, call, counting = make_sd3(), call_sd3(1, 6, 6), Counting()
+    with torch.no_grad():
+        dense = model(**call)[0]
+        with shiva.attach(model, shiva.Shiva(budget=0.5)):
+            add_hook_to_module(model, counting)
+            assert not torch.equal(model(**call)[0], dense)
+        assert torch.equal(model(**call)[0], dense)
+        assert counting.calls == 2
+        accelerate.hooks.remove_hook_from_module(model)
+        assert torch.equal(model(**call)[0], dense)
+        assert counting.calls == 2
+
+
+def test_a_forward_from_before_the_session_is_there_after_it() -> None:
+    model, call = make_sd3(), call_sd3(1, 6, 6)
+    original, seen = model.forward, []
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        seen.append(True)
+        return original(*args, **kwargs)
+
+    model.forward = own
+    with torch.no_grad(), shiva.attach(model, shiva.ToMeSD()):
+        model(**call)
+    model(**call)
+    assert len(seen) == 2
+    assert model.forward is own
+
+
+@pytest.mark.parametrize("offload", ["model", "sequential"])
+def test_offload_comes_after_the_session_and_is_refused_before_it(offload: str) -> None:
+    def switch_on(model: nn.Module) -> None:
+        if offload == "model":
+            accelerate.cpu_offload_with_hook(model, execution_device="cpu")
+        else:
+            accelerate.cpu_offload(model, execution_device="cpu")
+
+    model, call = make_sd3(), call_sd3(1, 6, 6)
+    with torch.no_grad(), shiva.attach(model, shiva.Shiva(flops=0.7)) as session:
+        switch_on(model)
+        model(**call)
+        assert session.summary().flops_share == pytest.approx(0.7, abs=0.03)
+
+    model = make_sd3()
+    switch_on(model)
+    with pytest.raises(RuntimeError, match="CPU offload is on.*attach first"):
+        shiva.attach(model, shiva.Shiva(flops=0.7))
+
+
+def test_group_offload_after_the_session_can_be_priced() -> None:
+    model, call = make_sd3(), call_sd3(1, 6, 6)
+    with torch.no_grad(), shiva.attach(model, shiva.Shiva(flops=0.7)) as session:
+        model.enable_group_offload(onload_device=torch.device("cpu"), offload_type="leaf_level")
+        model(**call)
+        assert session.summary().flops_share == pytest.approx(0.7, abs=0.03)
+
+
+def test_an_attention_cache_enabled_after_the_session_is_refused_at_the_next_run() -> None:
+    model, call = make_flux(), call_flux(1, 6, 6)
+    with torch.no_grad(), shiva.attach(model, shiva.Shiva(budget=0.5)):
+        model.enable_cache(
+            PyramidAttentionBroadcastConfig(
+                spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
+            )
+        )
+        with pytest.raises(RuntimeError, match="caches attention outputs.*disable_cache"):
+            model(**call)
+
+
+def test_pairs_of_layers_open_where_a_controlnet_of_flux_adds_to_them() -> None:
+    model, call = make_flux(), call_flux(1, 6, 6)
+    call["controlnet_block_samples"] = [noise(1, 36, 32, seed=8)]
+    call["controlnet_single_block_samples"] = [noise(1, 36, 32, seed=9)]
+    with torch.no_grad(), shiva.attach(model, shiva.Shiva(budget=0.5, share_pairs=True)):
+        assert model(**call)[0].isfinite().all()
+
+
+# -- precision -------------------------------------------------------------------------------------------
+
+
+def test_the_mean_of_a_large_group_is_right_in_bfloat16() -> None:
+    same = torch.full((1, 1001, 4), 1.5, dtype=torch.bfloat16)
+    mean = group_mean(same[:, :1], same[:, 1:], torch.zeros(1, 1000, dtype=torch.long))
+    assert mean.dtype == torch.bfloat16
+    torch.testing.assert_close(mean.float(), torch.full((1, 1, 4), 1.5))
