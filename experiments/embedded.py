@@ -211,7 +211,7 @@ def mean_keep(trainer: Trainer, points: int = 256) -> float:
     method: Any = trainer.method
     process, (height, width) = trainer.objectives.process, trainer.prepared.held_out.grid(0)
     tokens = trainer.family.tokens((height, width))
-    times = torch.tensor([process.timestep((i + 0.5) / points, tokens) for i in range(points)])
+    times = torch.tensor([process.timestep((i + 0.5) / points, tokens) for i in range(points)], device=trainer.device)
     return float(torch.sigmoid(method.policy.logits(times))[:, method.schedule.reduced].mean())
 
 
@@ -220,6 +220,7 @@ def whole_runs(trainer: Trainer, images: int) -> float:
     validator, session = trainer.validator, trainer.session
     indices, options = validator.indices[:images], trainer.recipe.validation
     latents, text = validator.items.encode(validator.items.read(indices))
+    text = {name: tensor.to(trainer.device) for name, tensor in text.items()}
     size = (latents.shape[-2] * trainer.family.factor, latents.shape[-1] * trainer.family.factor)
     seeds = [seed_of(trainer.recipe.seed, "picture", index) for index in indices]
 

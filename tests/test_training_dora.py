@@ -7,7 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from shiva.adapters import adapted_layers
+from shiva.backbones.base import backbone_of
+from shiva.training.adapter import adapter_config, add_adapter
 from shiva.training.dora import fold_in_training
+
+from tiny import make_flux
 
 NAME = "shiva"
 
@@ -75,3 +80,13 @@ def test_nothing_of_the_weights_size_is_kept_for_backward() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
         model(torch.randn(2, 6, dtype=torch.float64, requires_grad=True))
     assert max(t.numel() for t in kept if t.data_ptr() not in parameters) == 2 * 10
+
+
+def test_flux_is_adapted_in_its_blocks_and_not_behind_them() -> None:
+    model = make_flux()
+    backbone = backbone_of(model)
+    add_adapter(model, adapter_config(model, backbone, 2, 2, True), seed=0)
+    inside = {module for block in backbone.blocks(model) for module in block.modules()}
+    adapted = adapted_layers(model)
+    assert inside.issuperset(adapted)
+    assert model.single_transformer_blocks[1].proj_out in adapted

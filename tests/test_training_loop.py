@@ -255,6 +255,18 @@ def test_a_finished_run_without_its_states_is_not_trained_again(
 
 
 @pytest.mark.slow
+def test_a_run_killed_before_its_last_validation_makes_up_for_it(folder: Path, finished: Path, tmp_path: Path) -> None:
+    output = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(output / "checkpoint")
+    lines = (output / "validation.jsonl").read_text().splitlines()
+    (output / "validation.jsonl").write_text("".join(f"{line}\n" for line in lines[:-1]))
+    Trainer(recipe_from(tiny_recipe(folder)), output).run()
+    again = [json.loads(line) for line in (output / "validation.jsonl").read_text().splitlines()]
+    assert again[-1] == pytest.approx(json.loads(lines[-1]))
+    assert len(again) == len(lines)
+
+
+@pytest.mark.slow
 def test_killed_at_any_moment_it_ends_with_the_same_weights(folder: Path, finished: Path) -> None:
     output = folder / "killed"
     for step in (3, 5):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from shiva.checkpoint import write_atomically
@@ -31,11 +32,11 @@ class Sheet:
     caption: str = ""
 
     def rich(self) -> Table:
-        table = Table(title=self.title, caption=self.caption or None)
+        table = Table(title=escape(self.title), caption=escape(self.caption) or None)
         for index, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if index else "left")
+            table.add_column(escape(column), justify="right" if index else "left")
         for row in self.rows:
-            table.add_row(*row)
+            table.add_row(*map(escape, row))
         return table
 
     def markdown(self) -> str:
@@ -84,7 +85,7 @@ def publish(
     try:
         draw(document, path.with_suffix(".png"))
     except ImportError:
-        console.print("no figure: it needs matplotlib, pip install 'shiva-dit[report]'")
+        console.print("no figure: it needs matplotlib, pip install 'shiva-dit[report]'", markup=False)
     console.print(f"written: {path}")
     return path
 

@@ -153,18 +153,24 @@ def add_evaluation(page: Page, folder: Path, prompts: int, seeds: int) -> None:
 
 def shots(folder: Path, run: Mapping[str, Any], prompts: int, seeds: int) -> Iterator[tuple[str, list[Any]]]:
     """For each prompt and seed shown, its images by contender; None where one is not there."""
-    from PIL import Image
-
     for index in figures.spread(range(len(run["prompts"])), prompts):
         for seed in run["seeds"][:seeds]:
             files = [
                 folder / "images" / contender["slug"] / str(seed) / f"{index:05d}.png"
                 for contender in run["contenders"].values()
             ]
-            images = [Image.open(file) if file.is_file() else None for file in files]
+            images = [opened(file) if file.is_file() else None for file in files]
             if any(images):
                 text = run["prompts"][index]["text"]
                 yield (text if seeds == 1 else f"{text}, seed {seed}"), images
+
+
+def opened(file: Path) -> Any:
+    """The image itself: one that is read later would keep its file open."""
+    from PIL import Image
+
+    with Image.open(file) as image:
+        return image.copy()
 
 
 COST = re.compile(r"flops|latency|seconds", re.IGNORECASE)

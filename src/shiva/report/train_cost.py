@@ -131,11 +131,6 @@ def random_batch(chosen: Shape) -> MicroBatch:
 
 def peak_bytes(call: Callable[[], Any]) -> float:
     """Most memory above what was held before the call."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        call()
-        return float(torch.cuda.max_memory_allocated() - held)
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # or what an earlier call freed would hide this one's
         Path("/proc/self/clear_refs").write_text("5")

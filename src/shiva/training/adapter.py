@@ -16,15 +16,20 @@ from shiva.training.needs import need
 
 
 def adapter_targets(transformer: nn.Module, backbone: Backbone) -> list[str]:
-    """Paths inside a block of all attention and FFN linears; modulation stays as it is."""
-    blocks = backbone.blocks(transformer)
-    names = {
-        name
-        for block in blocks
+    """Paths inside a block of all attention and FFN linears; modulation stays as it is.
+
+    PEFT takes such a path wherever it is, so one that is also found outside the blocks is given whole.
+    """
+    inside = {
+        module: name
+        for block in backbone.blocks(transformer)
         for name, module in block.named_modules()
         if isinstance(module, nn.Linear) and not any(part.startswith("norm") for part in name.split("."))
     }
-    return sorted(names)
+    others = [f".{path}" for path, module in transformer.named_modules() if module not in inside]
+    ambiguous = {name for name in inside.values() if any(path.endswith(f".{name}") for path in others)}
+    paths = {path for path, module in transformer.named_modules() if inside.get(module) in ambiguous}
+    return sorted(paths | (set(inside.values()) - ambiguous))
 
 
 def adapter_config(transformer: nn.Module, backbone: Backbone, rank: int, alpha: int, dora: bool) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class LatentCache:
         path = folder / MANIFEST
         if path.exists():
             manifest = read_json(path)
-            check_origin(folder, manifest["made_by"], origin)
+            check_origin(folder, manifest["made_by"], origin, whole=count is not None)
             return cls(folder, manifest["count"])
         if count is None:
             raise FileNotFoundError(f"{path} is missing; data.path must be a folder of latents that shiva train made")
@@ -122,11 +122,12 @@ class LatentCache:
         return raw
 
 
-def check_origin(folder: Path, made: dict[str, str], wanted: dict[str, str]) -> None:
-    """Refuse latents of another model, naming the part that differs."""
-    for name in sorted(made.keys() & wanted.keys()):
-        if made[name] != wanted[name]:
+def check_origin(folder: Path, made: dict[str, str], wanted: dict[str, str], *, whole: bool) -> None:
+    """Refuse latents of another model, naming the part that differs; `whole` also one that is absent."""
+    for name in sorted(made.keys() | wanted.keys() if whole else made.keys() & wanted.keys()):
+        before, now = made.get(name, "none"), wanted.get(name, "none")
+        if before != now:
             raise ValueError(
-                f"the latents in {folder} were made with another {name} ({made[name]}, this run has {wanted[name]}); "
+                f"the latents in {folder} were made with another {name} ({before}, this run has {now}); "
                 "delete the folder, or set data.cache to another one"
             )

@@ -49,7 +49,7 @@ def train(
         if fresh:
             for name in ("states", "checkpoint", "pictures", "metrics.jsonl", "validation.jsonl"):
                 path = folder / name
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         Trainer(loaded, folder).run()
     except Interrupted as stop:
         typer.echo(str(stop), err=True)

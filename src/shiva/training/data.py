@@ -127,15 +127,13 @@ def stream_examples(data: Data, seed: int, epoch: int) -> Iterator[Example]:
     names = table.column_names or list(next(iter(table)))
     image, caption = columns_of(data, names)
     table = table.cast_column(image, need("datasets").Image(decode=False))
+    table = table.filter(lambda row: all(row.get(column) == value for column, value in data.where.items()))
+    if data.limit is not None:
+        table = table.take(data.limit)
     table = table.shuffle(seed=seed, buffer_size=data.shuffle_buffer)
     table.set_epoch(epoch)
-    taken = 0
     for row in table:
-        if all(row.get(column) == value for column, value in data.where.items()):
-            if data.limit is not None and taken >= data.limit:
-                return
-            taken += 1
-            yield to_example(row, image, caption)
+        yield to_example(row, image, caption)
 
 
 def read_mjhq(folder: Path) -> list[Example]:

@@ -30,6 +30,10 @@ class Log:
         self._rate = 0.0
         self._spoke = 0.0
 
+    def validated(self, step: int) -> bool:
+        path = self.output / "validation.jsonl"
+        return path.exists() and any(_step(line) == step for line in path.read_text().splitlines())
+
     def say(self, text: str) -> None:
         if self.main:
             self.console.print(text, highlight=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,19 @@ def choose_precision(wanted: str) -> str:
 
 
 def make_accelerator(precision: str, output: Path, wandb: str | None) -> Any:
-    """Accumulation is the trainer's own: a global batch is the same for any number of ranks."""
+    """Accumulation is the trainer's own: a global batch is the same for any number of ranks.
+
+    Ranks wait for each other while data is encoded or one validates, longer than the default timeout.
+    """
     accelerate = need("accelerate")
     need("tensorboard")
     trackers = ["tensorboard", "wandb"] if wandb else ["tensorboard"]
     if wandb:
         need("wandb")
-    accelerator = accelerate.Accelerator(mixed_precision=precision, log_with=trackers, project_dir=str(output))
+    patience = accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(days=7))
+    accelerator = accelerate.Accelerator(
+        mixed_precision=precision, log_with=trackers, project_dir=str(output), kwargs_handlers=[patience]
+    )
     kind = accelerator.distributed_type.value
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU"):
         raise RuntimeError(

@@ -18,6 +18,8 @@ from shiva.checkpoint import read_json, read_tensors, to_json, write_atomically
 FORMAT = 1
 MAY_CHANGE = ("checkpoints", "validation", "logging", "compute")
 """Sections of a recipe that a resumed run may change: they do not shape what is learned."""
+HELD_OUT = ("validation.samples",)
+"""But this decides which samples are trained on."""
 
 
 @dataclass
@@ -121,7 +123,8 @@ def check_recipe(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> N
     """Refuse to continue a run under another recipe, naming the first difference."""
     old, new = flatten(before), flatten(now)
     for key in sorted(old.keys() | new.keys()):
-        if key.partition(".")[0] not in MAY_CHANGE and old.get(key) != new.get(key):
+        may_change = key.partition(".")[0] in MAY_CHANGE and key not in HELD_OUT
+        if not may_change and old.get(key) != new.get(key):
             raise ValueError(
                 f"{folder} was trained with {key}={old.get(key)!r}, the recipe now has {new.get(key)!r}; restore it, "
                 "pass another --output, or --fresh to begin again"

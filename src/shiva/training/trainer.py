@@ -163,6 +163,8 @@ class Trainer:
 
     def train(self, interrupts: Interrupts) -> None:
         recipe, mine = self.recipe, range(self.rank, self.micro_batches, self.world)
+        if self.validates_after(self.step) and not self.log.validated(self.step):  # stopped before it could
+            self.validate()
         for loaded in load_ahead(self.prepared.feed, self.step, recipe.steps, self.micro_batches, mine):
             now = moment(recipe.stages, self.step)
             assert now is not None
@@ -178,8 +180,16 @@ class Trainer:
                 self.save(now, numbers["loss"])
             if stopping:
                 raise Interrupted(interrupts.signal or 15, self.step, self.newest)
-            if stage_ends or (recipe.validation.every and self.step % recipe.validation.every == 0):
+            if self.validates_after(self.step):
                 self.validate()
+
+    def validates_after(self, step: int) -> bool:
+        """At the end of every stage, and every so many steps."""
+        before = moment(self.recipe.stages, step - 1) if step else None
+        if before is None:
+            return False
+        every = self.recipe.validation.every
+        return before.step + 1 == before.stage.steps or bool(every and step % every == 0)
 
     def any_rank(self, flag: bool) -> bool:
         if self.world == 1:

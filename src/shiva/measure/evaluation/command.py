@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from shiva.core.options import unknown_key
@@ -89,6 +90,7 @@ def evaluate(
         width=width,
         batch=batch,
         dtype=dtype,
+        without=tuple(lineup.without),
         arguments=lineup.arguments,
     )
     console = Console(width=None if Console().is_terminal else 200)
@@ -124,7 +126,7 @@ def perform(evaluation: Evaluation, name: str, console: Console, alone: bool) ->
     except ValueError as error:
         if alone:
             raise
-        console.print(f"[yellow]{name}[/]: {error}")
+        console.print(f"[yellow]{name}[/]: {escape(str(error))}")
         return False
     if found is not None:
         settings = {**dataclasses.asdict(evaluation.settings), "seeds": list(evaluation.seeds)}

@@ -20,6 +20,7 @@ from shiva.backbones.base import bind, parameter_names
 from shiva.checkpoint import write_atomically
 from shiva.core.cost import Flops
 from shiva.measure.contenders import twin
+from shiva.measure.environment import environment
 from shiva.measure.evaluation.lineup import Contender, slug
 from shiva.measure.evaluation.run import Run
 from shiva.measure.latency import interleave
@@ -128,6 +129,12 @@ class Prices:
         return replay(self.run, contender, self.recording).share
 
 
+def machine(device: torch.device) -> str:
+    """What a time depends on beside the work."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else environment()["cpu"]
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
 def latency(
     run: Run,
     names: Sequence[str],
@@ -135,7 +142,7 @@ def latency(
     progress: Callable[[str], None] = lambda name: None,
 ) -> dict[str, float]:
     """Median time of an image over dense's, all in turns in one go; only the ratio is kept."""
-    key = f"{[(name, run.key(name)) for name in names]} {rounds}"
+    key = f"{[(name, run.key(name)) for name in names]} {rounds} {machine(run.pipe().device)}"
     path = run.folder / "scores" / "latency.json"
     known = read_cache(path, key)
     if known is not None:
@@ -143,9 +150,10 @@ def latency(
     with contextlib.ExitStack() as stack, torch.inference_mode():
         turns: dict[str, Callable[[], Callable[[], Any]]] = {}
         for name in names:
-            pipe = copy.copy(run.pipe())
-            pipe.transformer = twin(pipe.transformer)
-            stack.enter_context(run.contenders[name].attached(pipe))
+            pipe, contender = copy.copy(run.pipe()), run.contenders[name]
+            alone = contender.checkpoint is not None  # its adapter is folded into the weights, which twins share
+            pipe.transformer = copy.deepcopy(pipe.transformer) if alone else twin(pipe.transformer)
+            stack.enter_context(contender.attached(pipe))
             turns[name] = functools.partial(functools.partial, run.draw, pipe, 0, [0])
         timings = interleave(turns, rounds, progress=progress)
     dense = timings[names[0]].median

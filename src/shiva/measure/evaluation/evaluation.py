@@ -38,8 +38,7 @@ class Evaluation:
     target: float | None = None
     """Share of dense FLOPs that `matched` aims at; None takes its cast's first contender's."""
     progress: Callable[[str], None] = lambda text: None
-    missing: dict[str, str] = field(default_factory=dict)
-    """Metrics that could not be measured, and why."""
+    _missing: dict[Path, dict[str, str]] = field(default_factory=dict)
     _runs: dict[str, Run] = field(default_factory=dict)
     _prices: dict[tuple[Path, int], Prices] = field(default_factory=dict)
 
@@ -84,12 +83,16 @@ class Evaluation:
                 reference=run.reference,
             )
             found, missing = measure(fresh, subject, self.tools)
-            self.missing |= missing
+            self.missing(run).update(missing)
             if found:
                 known |= {n: {**asdict(score), "source": self._source(METRICS[n])} for n, score in found.items()}
                 write_cache(path, key, known)
-        names = [m.name for m in wanted if m.name in known and m.name not in self.missing]
+        names = [m.name for m in wanted if m.name in known and m.name not in self.missing(run)]
         return {n: Score(known[n]["value"], known[n]["each"]) for n in names}
+
+    def missing(self, run: Run) -> dict[str, str]:
+        """Metrics that could not be measured on a run's images, and why."""
+        return self._missing.setdefault(run.folder, {})
 
     def _source(self, metric: Metric) -> str | None:
         """The weights that a figure rests on, where the user chose them."""

@@ -130,11 +130,11 @@ def plain(value: Any) -> Any:
 
 
 def fingerprint(folder: Path) -> str | None:
-    """Of a folder's weights: names, sizes, and both ends of every safetensors file; None for a hub id."""
+    """Of a model's or checkpoint's folder: names, sizes, and both ends of weights and configs; None for a hub id."""
     if not folder.is_dir():
         return None
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.safetensors")):
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".safetensors", ".json")):
         size = path.stat().st_size
         with path.open("rb") as file:
             head = file.read(1 << 18)

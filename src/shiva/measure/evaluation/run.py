@@ -49,6 +49,8 @@ class Settings:
     batch: int = 1
     """Prompts a call; some methods share choices over a batch, so it is part of the settings."""
     dtype: str = "float32"
+    without: tuple[str, ...] = ()
+    """Components of the pipeline that were not loaded."""
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -62,8 +64,13 @@ class Chunk:
 
 
 def noise_seed(seed: int, index: int) -> int:
-    """The seed of an image's noise: the same for every contender, another for every seed and prompt."""
-    return (seed << 32) + index
+    """The seed of an image's noise: the same for every contender, another for every seed and prompt.
+
+    A hash, as torch's generator takes no more than the lowest 32 bits.
+    """
+    if seed == 0:
+        return index
+    return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:4], "big")
 
 
 class Run:
@@ -164,11 +171,12 @@ class Run:
                 f"{self.folder} holds images made with other settings: {'; '.join(changed)}; "
                 "pass another --output, or delete the folder"
             )
+        made = {entry["slug"]: entry for entry in known["contenders"].values()}
         for name in names:
-            before = known["contenders"].get(name)
             folder = self.folder / "images" / slug(name)
-            if before is None or not any(folder.glob("*/*.png")):
+            if not any(folder.glob("*/*.png")):
                 continue
+            before = made.get(slug(name), {"config": {}})
             changed = differences(before["config"], json.loads(json.dumps(self.config(name))))
             if changed:
                 raise OtherImages(

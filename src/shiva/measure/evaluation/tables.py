@@ -27,9 +27,9 @@ def number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def told(evaluation: Evaluation) -> list[Metric]:
+def told(evaluation: Evaluation, run: Run) -> list[Metric]:
     """The metrics that could be measured, in their order; known once the first scores are."""
-    return [metric for metric in evaluation.metrics if metric.name not in evaluation.missing]
+    return [metric for metric in evaluation.metrics if metric.name not in evaluation.missing(run)]
 
 
 def quality(
@@ -37,7 +37,7 @@ def quality(
 ) -> tuple[Sheet, dict[str, Any]]:
     """Every metric of every contender."""
     found = {name: evaluation.means(run, name, seeds) for name in names}
-    metrics = told(evaluation)
+    metrics = told(evaluation, run)
     rows = [(name, *(number(found[name].get(metric.name)) for metric in metrics)) for name in names]
     how = f"{len(run.prompts)} prompts ({run.prompts.name}), seed{'s' if len(seeds) > 1 else ''} "
     how += f"{', '.join(map(str, seeds))}, {run.settings.steps} steps, guidance {run.settings.guidance:g}"
@@ -46,7 +46,7 @@ def quality(
 
 def left_out(evaluation: Evaluation, run: Run) -> str:
     """Who and what is not in a table, and why."""
-    reasons = [*run.skipped.items(), *((METRICS[name].title, why) for name, why in evaluation.missing.items())]
+    reasons = [*run.skipped.items(), *((METRICS[name].title, why) for name, why in evaluation.missing(run).items())]
     return "".join(f"; {name} left out: {why}" for name, why in reasons)
 
 
@@ -90,7 +90,7 @@ def paired(
     """Per-image differences to the first contender, over all seeds; metrics of a whole set as a plain difference."""
     reference, others = names[0], names[1:]
     scores = {name: [evaluation.scores(run, name, seed) for seed in seeds] for name in names}
-    metrics = comparable(evaluation)
+    metrics = comparable(evaluation, run)
     rows: list[tuple[str, ...]] = []
     found: dict[str, Any] = {}
     for name in others:
@@ -105,9 +105,9 @@ def paired(
     return Sheet(title, (f"minus {reference}", *map(heading, metrics)), rows, caption), found
 
 
-def comparable(evaluation: Evaluation) -> list[Metric]:
+def comparable(evaluation: Evaluation, run: Run) -> list[Metric]:
     """Metrics that mean the same for the reference and the others: not those that measure distance to dense."""
-    return [metric for metric in told(evaluation) if metric.needs != "dense"]
+    return [metric for metric in told(evaluation, run) if metric.needs != "dense"]
 
 
 def difference(metric: Metric, scores: list[Scores], reference: list[Scores]) -> Paired:
@@ -127,7 +127,7 @@ def by_category(
 ) -> tuple[Sheet, dict[str, Any]]:
     """Per-image differences in each category, worst first by the first metric."""
     mine, theirs = ([evaluation.scores(run, n, seed) for seed in seeds] for n in (name, reference))
-    metrics = [metric for metric in comparable(evaluation) if metric.each]
+    metrics = [metric for metric in comparable(evaluation, run) if metric.each]
     categories = [prompt.category or "all" for prompt in run.prompts.prompts]
     groups: dict[str, list[int]] = {
         category: [i for i, c in enumerate(categories) if c == category] for category in dict.fromkeys(categories)
@@ -166,7 +166,7 @@ def by_seed(
     scores = {name: {seed: evaluation.scores(run, name, seed) for seed in seeds} for name in names}
     for name in names[1:]:
         rows, found[name] = [], {}
-        for metric in comparable(evaluation):
+        for metric in comparable(evaluation, run):
             own, other = ([scores[n][seed][metric.name].value for seed in seeds] for n in (name, reference))
             pair, stray = Paired.of(own, other, metric.higher), statistics.stdev(own)
             found[name][metric.name] = {**pair.to_dict(), "each": [a - b for a, b in zip(own, other, strict=True)]}
