@@ -32,8 +32,8 @@ class RunTracker:
 
     Timesteps fall within a run, so a higher one begins a new run, and so does a new `scheduler.timesteps` tensor
     whatever its values. The same timestep with the very same latents tensor is the other branch of sequential
-    guidance. With other latents it is the next step of a pipeline's run (samplers of second order, timesteps
-    rounded to the same bfloat16), and without a pipeline a new run.
+    guidance. With other latents it is the next step if the scheduler has it twice (samplers of second order,
+    timesteps rounded to the same bfloat16), and a new run if not.
     """
 
     def __init__(self, guidance: str) -> None:
@@ -55,7 +55,8 @@ class RunTracker:
             self._schedule = self._timesteps = None
         same_latents = self._latents is not None and self._latents() is latents
         again = timestep == self._timestep
-        goes_on = timestep < self._timestep or (again and (same_latents or schedule is not None))
+        repeated = is_planned(self._timesteps, self.run.step + 1, timestep)
+        goes_on = timestep < self._timestep or (again and (same_latents or repeated))
         if rescheduled or not goes_on:
             self.run = Run(paired=self._pairs(latents))
             if self._timesteps is not None and timestep == timestep:
@@ -90,12 +91,20 @@ ROUNDING = 2**-7
 """How far a timestep that went through bfloat16 may be from the scheduler's, as a share of it."""
 
 
+def is_planned(timesteps: list[float] | None, place: int, timestep: float) -> bool:
+    """Whether the scheduler has this timestep at this place."""
+    return (
+        timesteps is not None
+        and place < len(timesteps)
+        and abs(timesteps[place] - timestep) <= ROUNDING * abs(timesteps[place])
+    )
+
+
 def following(timesteps: list[float] | None, expected: int, timestep: float) -> int:
     """The place of a run's next timestep: the expected one, unless calls were left out."""
-    if timesteps is None or expected >= len(timesteps) or timestep != timestep:
+    if timesteps is None or timestep != timestep or is_planned(timesteps, expected, timestep):
         return expected
-    planned = timesteps[expected]
-    return expected if abs(planned - timestep) <= ROUNDING * abs(planned) else nearest(timesteps, timestep)
+    return nearest(timesteps, timestep)
 
 
 def nearest(values: list[float], value: float) -> int:
