@@ -1,4 +1,4 @@
-"""Checks at the door: what a session may be attached to, and what it refuses by name."""
+"""At the door: what a session may be attached to, what it refuses by name, and how it lives with others' hooks."""
 
 from __future__ import annotations
 

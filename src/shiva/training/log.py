@@ -30,9 +30,11 @@ class Log:
         self._rate = 0.0
         self._spoke = 0.0
 
-    def validated(self, step: int) -> bool:
+    def lacks_validation(self, step: int) -> bool:
+        """Known to the main process, which writes it; the others ask it."""
         path = self.output / "validation.jsonl"
-        return path.exists() and any(_step(line) == step for line in path.read_text().splitlines())
+        lines = path.read_text().splitlines() if self.main and path.exists() else []
+        return self.main and all(_step(line) != step for line in lines)
 
     def say(self, text: str) -> None:
         if self.main:

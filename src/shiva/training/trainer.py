@@ -163,8 +163,8 @@ class Trainer:
 
     def train(self, interrupts: Interrupts) -> None:
         recipe, mine = self.recipe, range(self.rank, self.micro_batches, self.world)
-        if self.validates_after(self.step) and not self.log.validated(self.step):  # stopped before it could
-            self.validate()
+        if self.validates_after(self.step) and self.any_rank(self.log.lacks_validation(self.step)):
+            self.validate()  # a run that was stopped before it could
         for loaded in load_ahead(self.prepared.feed, self.step, recipe.steps, self.micro_batches, mine):
             now = moment(recipe.stages, self.step)
             assert now is not None
