@@ -130,10 +130,9 @@ class Mix:
     """Steps of the last run in which the last block ran."""
 
     def __post_init__(self) -> None:
-        inner = [site for site in backbone_of(self.transformer).sites(self.transformer) if site.kind == "attention"][
-            -1
-        ]
-        inner.module.register_forward_pre_hook(self._count)
+        sites = backbone_of(self.transformer).sites(self.transformer)
+        *_, last = (site for site in sites if site.kind == "attention")
+        last.module.register_forward_pre_hook(self._count)
 
     def _count(self, *_: Any) -> None:
         self.computed += 1

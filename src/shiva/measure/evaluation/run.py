@@ -66,7 +66,7 @@ class Chunk:
 def noise_seed(seed: int, index: int) -> int:
     """The seed of an image's noise: the same for every contender, another for every seed and prompt.
 
-    A hash, as torch's generator takes no more than the lowest 32 bits.
+    The prompt's place for seed 0; for others a hash, as torch's generator takes no more than the lowest 32 bits.
     """
     if seed == 0:
         return index
