@@ -77,7 +77,8 @@ class Bench:
     base: Mapping[str, Any] = field(default_factory=lambda: read_recipe(ROOT / "recipes" / "emoji.yaml"), repr=False)
     """The recipe that variants change."""
     taught: dict[Batch, Teaching] = field(default_factory=dict, repr=False)
-    """Dense passes of the current seed, by batch."""
+    """Dense passes of `taught_seed`, by batch."""
+    taught_seed: int | None = None
 
     def __post_init__(self) -> None:
         if not (self.model / "model_index.json").exists():
@@ -120,6 +121,9 @@ class Bench:
         kept = folder / "outcome.json"
         if not kept.exists():
             router = self.checkpoint(variant.router, seed) if variant.policy else None
+            if seed != self.taught_seed:  # a seed's validation batches have the places, not the noise, of another's
+                self.taught.clear()
+                self.taught_seed = seed
             trainer = Ablation(self.recipe(variant, seed), folder, self.taught, router)
             trainer.run()
             write_atomically(kept, to_json(measure(trainer, self.images)))
@@ -134,7 +138,6 @@ class Bench:
         """Every variant at every seed: mean and spread of each measure, by the variant's name."""
         found: dict[str, list[Stats]] = {name: [] for name in variants}
         for seed in self.seeds:
-            self.taught.clear()
             for name, variant in variants.items():
                 found[name].append(self.outcome(variant, seed))
         return {name: {key: spread([row[key] for row in rows]) for key in rows[0]} for name, rows in found.items()}

@@ -45,6 +45,12 @@ def test_a_remembered_teacher_changes_nothing(bench: Bench, folder: Path, tmp_pa
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_a_seed_is_not_measured_against_the_dense_passes_of_another(bench: Bench, folder: Path, tmp_path: Path) -> None:
+    after_another = bench_in(folder, tmp_path / "both")
+    after_another.outcome(Variant(), 0)
+    assert after_another.outcome(Variant(), 1) == bench_in(folder, tmp_path / "alone").outcome(Variant(), 1)
+
+
 def test_a_policy_is_learned_over_the_router_of_its_own_variant(bench: Bench) -> None:
     variant = Variant({"sharing": "global", "policy": "film"}, policy=True)
     learned, own, plain = (weights(bench.checkpoint(v, 0)) for v in (variant, variant.router, Variant()))
