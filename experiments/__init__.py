@@ -25,6 +25,7 @@ ON_THE_MODEL = (
     "router_context",
     "router_estimators",
     "training_strategy",
+    "temperatures",
     "ratio_policy",
     "budget_on_model",
     "selection",

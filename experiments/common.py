@@ -63,6 +63,22 @@ def judge(exact: bool, direction: bool) -> Verdict:
     return "reproduced" if exact else "reproduced in direction" if direction else "not reproduced"
 
 
+def ordered(better: Sequence[float], worse: Sequence[float]) -> Verdict:
+    """Whether the one is above the other, by their differences seed by seed.
+
+    Reproduced if three seeds or more agree and the mean is beyond two standard errors; in direction if the mean is
+    beyond one, or, of a single seed, above 0.
+    """
+    gains = spread([b - w for b, w in zip(better, worse, strict=True)])
+    error = gains["std"] / gains["count"] ** 0.5
+    sure = gains["count"] >= 3 and gains["positive"] == 1 and gains["mean"] > 2 * error
+    return judge(sure, gains["mean"] > error)
+
+
+def weakest(*verdicts: Verdict) -> Verdict:
+    return max(verdicts, key=VERDICTS.index)
+
+
 def cosine(a: Tensor, b: Tensor, *, centred: bool = False) -> Tensor:
     """Cosine (...) of directions (..., N); `centred` ignores what all tokens share."""
     if centred:

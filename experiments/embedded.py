@@ -37,13 +37,14 @@ from shiva.training.tree import merge
 KEEP = 0.6
 KEEPS = (0.3, 0.45, 0.6, 0.75, 0.9)
 STEPS = 200
-NOT_LEARNED = ("model", "data", "checkpoints", "logging", "compute")
-"""Sections of the recipe that a variant's name leaves out: paths, and what does not shape the result."""
+PATHS = {"model": ("path", "revision"), "data": ("path", "cache")}
+"""What a variant's name holds by content instead."""
 
 OF_ROUTER = ("sharing", "bottleneck", "signals", "signal_length", "estimator", "guess")
 """Options that shape a router; the others are the policy's."""
 
-Stats = dict[str, float]
+Stats = dict[str, Any]
+"""What `spread` gives, and the values of each seed."""
 Batch = tuple[int, float, bool]
 """What tells dense passes apart: the batch's seed, its timestep, and whether updates were kept."""
 
@@ -55,6 +56,7 @@ class Variant:
     method: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
+    temperatures: Mapping[str, float] = field(default_factory=dict)
     policy: bool = False
     """Learn the ratio policy over a router trained before, which rests; otherwise train a router."""
 
@@ -85,21 +87,22 @@ class Bench:
             raise FileNotFoundError(f"{self.model} holds no pipeline; pass --model")
         default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shiva" / "ablations"
         self.state = self.state or default
-        weights = sorted(self.model.glob("transformer/*.safetensors"))
-        self.digest = hashlib.blake2b(b"".join(map(Path.read_bytes, weights)), digest_size=6).hexdigest()
+        self.model = self.model.resolve()
+        self.data = ROOT / self.base["data"]["path"]
+        self.digest = digest(*sorted(self.model.glob("transformer/*.safetensors")))
 
     def recipe(self, variant: Variant, seed: int) -> Recipe:
         assert self.state is not None
         values = {**self.base, "method": {"name": "Shiva", "budget": KEEP, **variant.method}}
-        data = ROOT / values["data"]["path"]
         router, policy = (0, self.steps) if variant.policy else (self.steps, 0)
         changes = {
             "model": {"path": str(self.model)},
-            "data": {"path": str(data), "cache": str(self.state / f"latents-{self.digest}")},
+            "data": {"path": str(self.data), "cache": str(self.state / f"latents-{self.digest}")},
             "stages": {"warmup": {"steps": router}, "policy": {"steps": policy}, "joint": {"steps": 0}},
             "sampling": {"batch": 8, "micro_batch": 2, **variant.sampling},
             "optimizer": {"rates": {"policy": 1e-3}},  # the paper's 1e-4 only takes longer
             "weights": {"budget": 10.0, **variant.weights},  # weak enough to tell controllers apart
+            "temperatures": dict(variant.temperatures),
             "checkpoints": {"every": 50, "keep": 1},
             "validation": {"every": 0, "samples": self.samples, "keeps": list(KEEPS), "images": 0},
             "seed": seed,
@@ -110,9 +113,12 @@ class Bench:
         """A variant's place, by all that shapes its result."""
         assert self.state is not None
         recipe = self.recipe(variant, seed)
-        shaping = {name: value for name, value in recipe.to_dict().items() if name not in NOT_LEARNED}
+        shaping = recipe.to_dict()
+        for section, paths in PATHS.items():
+            shaping[section] = {name: value for name, value in shaping[section].items() if name not in paths}
+        del shaping["checkpoints"], shaping["logging"]
         shaping["method"] = asdict(recipe.method_config())  # type: ignore[call-overload]
-        described = json.dumps([shaping, self.images], sort_keys=True).encode()
+        described = json.dumps([shaping, digest(self.data), self.images], sort_keys=True).encode()
         return self.state / self.digest / hashlib.blake2b(described, digest_size=8).hexdigest()
 
     def outcome(self, variant: Variant, seed: int) -> Stats:
@@ -125,7 +131,8 @@ class Bench:
                 self.taught.clear()
                 self.taught_seed = seed
             trainer = Ablation(self.recipe(variant, seed), folder, self.taught, router)
-            trainer.run()
+            if not trainer.final.is_dir():
+                trainer.run()
             write_atomically(kept, to_json(measure(trainer, self.images)))
         return read_json(kept)
 
@@ -140,7 +147,7 @@ class Bench:
         for seed in self.seeds:
             for name, variant in variants.items():
                 found[name].append(self.outcome(variant, seed))
-        return {name: {key: spread([row[key] for row in rows]) for key in rows[0]} for name, rows in found.items()}
+        return {name: {key: over_seeds([row[key] for row in rows]) for key in rows[0]} for name, rows in found.items()}
 
     @property
     def seen(self) -> str:
@@ -148,7 +155,16 @@ class Bench:
         return f"{seeds}, {self.steps} steps"
 
     def details(self, rows: Mapping[str, Mapping[str, Stats]]) -> dict[str, Any]:
+        """What was found, and what it was found with."""
         return {"rows": rows, "seeds": list(self.seeds), "steps": self.steps, "model": self.digest}
+
+
+def over_seeds(values: Sequence[float]) -> Stats:
+    return {**spread(values), "values": list(values)}
+
+
+def digest(*files: Path) -> str:
+    return hashlib.blake2b(b"".join(map(Path.read_bytes, files)), digest_size=6).hexdigest()
 
 
 class RememberedTeacher(Objectives):
@@ -186,12 +202,14 @@ class Ablation(Trainer):
 @torch.no_grad()
 def measure(trainer: Trainer, images: int) -> Stats:
     """A finished variant: distance to dense, spread of scores, mean keep of the policy, and whole runs."""
-    if not hasattr(trainer, "session"):  # finished before a kill
+    if hasattr(trainer, "session"):
+        last = (trainer.output / "validation.jsonl").read_text().splitlines()[-1]
+        found = {name: value for name, value in json.loads(last).items() if "/" in name}
+    else:  # finished before a kill
         trainer.prepare()
         assert isinstance(trainer, Ablation)
         trainer.take(ShivaCheckpoint.from_pretrained(trainer.final))
-    last = (trainer.output / "validation.jsonl").read_text().splitlines()[-1]
-    found = {name: value for name, value in json.loads(last).items() if "/" in name}
+        found = trainer.validator.measure()
     method: Any = trainer.method
     method.eval()
     method.finish()
@@ -263,6 +281,17 @@ def table(title: str, rows: Mapping[str, Mapping[str, Stats]], columns: Mapping[
     for name, row in rows.items():
         made.add_row(name, *(shown(row[key]) for key in columns))
     Console().print(made)
+
+
+def draw_rows(result: Result, axes: Any, measure: str, label: str) -> None:
+    """One measure of every variant, with its spread over seeds."""
+    rows = {name: row[measure] for name, row in result.details["rows"].items()}
+    axes.barh(list(rows), [r["mean"] for r in rows.values()], xerr=[r["std"] for r in rows.values()], capsize=2)
+    for place, row in enumerate(rows.values()):
+        axes.plot(row["values"], [place] * len(row["values"]), "k.", markersize=3)
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize=7)
+    axes.set(xlabel=label)
 
 
 def draw_by_keep(result: Result, axes: Any) -> None:

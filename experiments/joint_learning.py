@@ -27,7 +27,7 @@ WARMUP, ADAPTATION, PENALTY = 100, 700, 0.1
 
 def tokens_of(seed: int) -> Tensor:
     """x (1, N, D), the signal tokens first."""
-    x = torch.randn(1, TOKENS, WIDTH, generator=generator(seed))
+    x = torch.randn(1, TOKENS, WIDTH, generator=generator(seed + 50_000))
     x[:, :SIGNAL] += 10.0
     return x
 

@@ -48,7 +48,7 @@ def residual_task(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layers = [frozen_layer(WIDTH, pre_norm) for _ in range(blocks)]
-    x = torch.randn(1, tokens, WIDTH, generator=generator(seed), dtype=torch.float64)
+    x = torch.randn(1, tokens, WIDTH, generator=generator(seed + 50_000), dtype=torch.float64)
 
     def block(z: Tensor) -> Tensor:
         return layers[0](z) + (radial if pre_norm else 1.0 + radial) * z

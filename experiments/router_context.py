@@ -4,7 +4,8 @@
 
 The paper: six combinations of time, prompt and layer at keep 0.6 on SD3-Medium. Here: the same six on the embedded
 model, each trained separately as in router_sharing.py, with the paper's pairwise sharing. The paper does not say how
-long its signals are. Ours are brought to length 1; all three are shown at the backbone's own length too.
+long its signals are. Ours are brought to length 1; all three are shown at the backbone's own length too. The router is
+trained by the output estimator.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.common import Claim, Result, judge, main, shown
-from experiments.embedded import Variant, arguments, bench_of, table
+from experiments.common import Claim, Result, judge, main, ordered, shown, weakest
+from experiments.embedded import Stats, Variant, arguments, bench_of, draw_rows, table
 
 PAPER = {
     ("time", "prompt", "layer"): (0.894, 0.881),
@@ -34,17 +35,20 @@ def run(seeds: Sequence[int] = range(3), quick: bool = False, **where: Any) -> R
     bench = bench_of(quick, seeds, **where)
     rows = bench.compare(VARIANTS)
     table("Router context", rows, COLUMNS)
+    return Result("router_context", "What a router reads", claims_of(rows, bench.seen), bench.details(rows))
+
+
+def claims_of(rows: dict[str, dict[str, Stats]], seen: str) -> tuple[Claim, ...]:
     cosine = {name: rows[name]["cosine/keep_0.6"] for name in COMBINATIONS}
-    means = {name: stats["mean"] for name, stats in cosine.items()}
+    full, none = cosine[FULL]["values"], cosine["none"]["values"]
+    between = [stats["values"] for name, stats in cosine.items() if name not in (FULL, "none")]
+    order = weakest(*(ordered(full, other) for other in between), *(ordered(other, none) for other in between))
     combinations = Claim(
         "all three signals give the highest similarity, none the lowest",
         ", ".join(f"{name} {similarity}" for name, (_, similarity) in zip(COMBINATIONS, PAPER.values(), strict=True)),
         ", ".join(f"{name} {shown(stats)}" for name, stats in cosine.items()),
-        judge(
-            means[FULL] == max(means.values()) and means["none"] == min(means.values()),
-            means["none"] < min(mean for name, mean in means.items() if "+" in name),
-        ),
-        f"{bench.seen}; ± is over seeds. The paper's differences are within .01, without seeds.",
+        judge(order == "reproduced", ordered(full, none) != "not reproduced"),
+        f"Seed by seed; {seen}. The paper's differences are within .01, of one seed.",
     )
     length = Claim(
         "signals of length 1 let the router see the tokens",
@@ -55,7 +59,12 @@ def run(seeds: Sequence[int] = range(3), quick: bool = False, **where: Any) -> R
         + ", ".join(f"{shown(rows[name]['score deviation'])} ({name})" for name in (FULL, OWN, "none"))
         + f"; final images {shown(rows[FULL]['psnr'])} and {shown(rows[OWN]['psnr'])} dB to dense.",
     )
-    return Result("router_context", "What a router reads", (combinations, length), bench.details(rows))
+    return combinations, length
+
+
+def draw(result: Result, axes: Any) -> None:
+    draw_rows(result, axes, "cosine/keep_0.6", "cosine to dense at keep 0.6")
+    axes.set(xlim=(0.8, 0.9))
 
 
 if __name__ == "__main__":
