@@ -123,9 +123,10 @@ def claims_table(results: Sequence[Result]) -> Table:
     return table
 
 
-def keep(result: Result, folder: Path, seconds: float, quick: bool) -> None:
+def keep(result: Result, folder: Path, seconds: float, quick: bool, command: str) -> None:
     """Write <name>.json, and <name>.png where the experiment draws one and matplotlib is here."""
-    record = {**asdict(result), "quick": quick, "seconds": round(seconds, 1), "environment": environment()}
+    made = {"quick": quick, "command": command, "seconds": round(seconds, 1), "environment": environment()}
+    record = {**asdict(result), **made}
     write_atomically(folder / f"{result.name}.json", (json.dumps(record, indent=1) + "\n").encode())
     draw = getattr(importlib.import_module(f"experiments.{result.name}"), "draw", None)
     try:
@@ -150,8 +151,15 @@ def perform(name: str, quick: bool, folder: Path | None = None, **options: Any) 
     """Run an experiment by name and keep what it found."""
     start = time.perf_counter()
     result: Result = importlib.import_module(f"experiments.{name}").run(quick=quick, **options)
-    keep(result, folder or (PASSING if quick else KEPT), time.perf_counter() - start, quick)
+    keep(result, folder or (PASSING if quick else KEPT), time.perf_counter() - start, quick, command(name, options))
     return result
+
+
+def command(name: str, options: dict[str, Any]) -> str:
+    """What runs it again: the options that shape the result, not where it lies."""
+    shaping = {key: len(value) if isinstance(value, range) else value for key, value in options.items()}
+    plain = {key: value for key, value in shaping.items() if key != "threads" and type(value) in (int, float, str)}
+    return " ".join([f"python -m experiments.{name}", *(f"--{key} {value}" for key, value in plain.items())])
 
 
 def main(name: str, arguments: argparse.ArgumentParser | None = None) -> None:

@@ -89,7 +89,7 @@ class Bench:
         self.state = self.state or default
         self.model = self.model.resolve()
         self.data = ROOT / self.base["data"]["path"]
-        self.digest = digest(*sorted(self.model.glob("transformer/*.safetensors")))
+        self.digest = digest(self.model / "transformer", "*.safetensors")
 
     def recipe(self, variant: Variant, seed: int) -> Recipe:
         assert self.state is not None
@@ -163,7 +163,9 @@ def over_seeds(values: Sequence[float]) -> Stats:
     return {**spread(values), "values": list(values)}
 
 
-def digest(*files: Path) -> str:
+def digest(path: Path, kind: str = "*") -> str:
+    """Of a file, or of a folder's files of one kind."""
+    files = [path] if path.is_file() else sorted(file for file in path.rglob(kind) if file.is_file())
     return hashlib.blake2b(b"".join(map(Path.read_bytes, files)), digest_size=6).hexdigest()
 
 

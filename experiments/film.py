@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, jvp
 
-from experiments.common import Claim, Result, judge, main, progress, spread
+from experiments.common import Claim, Result, judge, main, progress, shown, spread
 from shiva.modules.policy import POLICIES, FiLMPolicy, RatioPolicy, sinusoidal
 
 LAYERS = 24
@@ -117,8 +117,8 @@ def run(seeds: Sequence[int] = range(5), quick: bool = False) -> Result:
             "error_film": spread(left),
             "error_additive": spread([fit(make("additive", seed, amplitude)) for seed in seeds]),
         }
-    ratios = {name: (row["ratio_initial"]["mean"], row["ratio_trained"]["mean"]) for name, row in fits.items()}
-    largest = max(max(pair) for pair in ratios.values())
+    trained = {name: row["ratio_trained"] for name, row in fits.items()}
+    mismatched = [row["min"] > 10 for row in trained.values()]
     small, large = fits["1"], fits["100"]
     claims = (
         Claim(
@@ -131,11 +131,10 @@ def run(seeds: Sequence[int] = range(5), quick: bool = False) -> Result:
         Claim(
             "the two factors' gradients are badly matched: |1 + γ| over |Φ_layer|",
             "296 (18.7 / 0.063) in a trained policy; 1 in the additive form",
-            "initial → trained "
-            + ", ".join(f"{a:.0f} → {b:.1f} (features ×{name})" for name, (a, b) in ratios.items()),
-            judge(ratios["1"][1] > 100, largest > 100),
-            "The mismatch is there where time features are large, and there FiLM also fits worse; with the "
-            "unit-amplitude sinusoids of this library training balances the factors. The error left after fitting, "
+            "after fitting " + ", ".join(f"{shown(row)} (features ×{name})" for name, row in trained.items()),
+            judge(all(mismatched), any(mismatched)),
+            "Reproduced if every seed is above 10 whatever the amplitude of the time features, in direction if at "
+            "some; the amplitudes are ours, the library's sinusoids have 1. The error left after fitting, "
             f"FiLM against additive: {small['error_film']['mean']:.1g}, {small['error_additive']['mean']:.1g} at ×1; "
             f"{large['error_film']['mean']:.1g}, {large['error_additive']['mean']:.1g} at ×100.",
         ),

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from experiments.common import Claim, Result, generator, judge, main
 from shiva.modules.softrank import BACKENDS, Method, soft_rank
-from shiva.modules.topk import inclusion
 
 TOKENS, TAU = 64, 0.2
 
@@ -33,10 +32,10 @@ def analytic(scores: Tensor) -> Tensor:
     return kernel - torch.diag(kernel.sum(1))
 
 
-def gradient_sum(scores: Tensor, g: Tensor) -> float:
-    """|sum grad_s| over sum |grad_s|, for an arbitrary gradient g at the inclusions."""
+def gradient_sum(scores: Tensor, g: Tensor, method: Method) -> float:
+    """|sum grad_s| over sum |grad_s|, for an arbitrary gradient g at the ranks."""
     leaf = scores.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(inclusion(leaf, torch.tensor(TOKENS / 2), TAU, 0.1), leaf, g)
+    (gradient,) = torch.autograd.grad(soft_rank(leaf, TAU, method), leaf, g)
     return float(gradient.sum().abs() / gradient.abs().sum())
 
 
@@ -52,7 +51,8 @@ def run(seeds: Sequence[int] = range(10), quick: bool = False) -> Result:
             diagonal = max(diagonal, float(found.diagonal().max()))
             others = min(others, float(found[~torch.eye(TOKENS, dtype=torch.bool)].min()))
             error = max(error, float((found - reference).abs().max() / reference.abs().max()))
-        total = max(total, gradient_sum(scores, torch.randn(TOKENS, generator=source, dtype=torch.float64)))
+            g = torch.randn(TOKENS, generator=source, dtype=torch.float64)
+            total = max(total, gradient_sum(scores, g, method))  # type: ignore[arg-type]
     signs = diagonal < 0 < others
     claims = (
         Claim(

@@ -5,8 +5,8 @@
 Linear task: L = sum over selected 1'x - sum over rejected 1'x, where g-hat is the exact contrast and only the
 transport J' = (d pi / d s)' is tested. Residual task (Eq. residual_toy): both approximations together. Assumed:
 N = 100, D = 16, k = N / 2, normal scores and inputs; temperatures as training starts (tau_rank = .2, tau_sel = .1 N),
-and beside them others at N = 64. For the residual task the paper does not say what .724 is a cosine with; both
-readings are measured: with the exact contrast, and with g-hat itself.
+and beside them others at N = 64. The paper's .724 on the residual task is "the corresponding measurement", with the
+exact contrast; beside it stands the cosine with g-hat itself, which says how much of g-hat arrives.
 """
 
 from __future__ import annotations
@@ -73,17 +73,19 @@ def run(seeds: Sequence[int] = range(200), quick: bool = False) -> Result:
         "0.825 ± 0.043, all > 0",
         f"{shown(paper_tau)} at τ_rank = .2, τ_sel = .1 N; {shown(softer)} at N = 64, .1, .2 N",
         judge(abs(paper_tau["mean"] - 0.825) < 0.043 and paper_tau["min"] > 0, paper_tau["min"] > 0),
-        "Positive in every trial. The temperatures at which training starts give less than the paper's figure; "
-        "sharper ranks with a softer selection, on 64 tokens, give it, but nothing says that these are the paper's.",
+        f"Above 0 in {paper_tau['positive']:.0%} of the trials. The first temperatures are those at which training "
+        "starts; the second ones are ours, the paper does not say which it used here.",
     )
     task = Claim(
         "on the residual task the carried estimate agrees with the inclusion contrast",
         "0.724 ± 0.118",
         f"{shown(exact)} with the exact contrast; {shown(itself)} with ĝ itself",
-        judge(exact["mean"] > 0.6, exact["mean"] > 2 * exact["std"] / len(rows) ** 0.5 and exact["mean"] > 0.1),
-        "The paper's figure is met by the cosine of J'ĝ with ĝ, which only says that ĝ arrives, whatever it is worth. "
-        "With the exact contrast the input estimator has no agreement here, because ĝ has none (`estimators`); the "
-        f"output estimator's, centred since what is carried sums to 0, is "
+        judge(
+            abs(exact["mean"] - 0.724) < 0.118,
+            exact["mean"] > max(0.1, 2 * exact["std"] / len(rows) ** 0.5),
+        ),
+        "The second figure only says that ĝ arrives, whatever it is worth; what ĝ itself is worth is in `estimators`. "
+        "The output estimator's agreement with the exact contrast, centred since what is carried sums to 0: "
         f"{shown(cosines['output, exact contrast, centred'])}.",
     )
     details: dict[str, Any] = {"trials": trials, "linear": paper_tau, "linear_softer": softer, "residual": cosines}

@@ -2,7 +2,7 @@
 
     python -m experiments.temperatures [--seeds 3] [--steps 200]
 
-The paper names tau_rank and tau_sel and anneals them, but gives no study. Here: routers warmed up on the embedded
+The paper gives the temperatures' starts, anneals them, and studies neither. Here: routers warmed up on the embedded
 model with the default (tau_rank .2 to .1, tau_sel .1 to .05 of N, exponential) and with one thing changed at a time:
 both held at their start, ranks half and twice as soft, selection half and twice as soft. Judged by one-step MSE at
 keep 0.6, and by the final image of whole runs.

@@ -9,8 +9,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from experiments import ON_THE_MODEL, budget_on_model, ratio_policy, router_context, router_sharing, selection
-from experiments.embedded import KEEP, KEEPS, Ablation, Bench, Variant
+from experiments import (
+    ON_THE_MODEL,
+    budget_on_model,
+    ratio_policy,
+    router_context,
+    router_sharing,
+    selection,
+    temperatures,
+    training_strategy,
+)
+from experiments.common import ordered
+from experiments.embedded import KEEP, KEEPS, Ablation, Bench, Stats, Variant, over_seeds
 from shiva.training.trainer import Trainer
 from training_tiny import make_folder, tiny_recipe
 
@@ -45,7 +55,9 @@ def test_a_remembered_teacher_changes_nothing(bench: Bench, folder: Path, tmp_pa
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_a_seed_is_not_measured_against_the_dense_passes_of_another(bench: Bench, folder: Path, tmp_path: Path) -> None:
+def test_a_seed_is_not_measured_against_the_dense_passes_of_another(
+    bench: Bench, folder: Path, tmp_path: Path
+) -> None:
     after_another = bench_in(folder, tmp_path / "both")
     after_another.outcome(Variant(), 0)
     assert after_another.outcome(Variant(), 1) == bench_in(folder, tmp_path / "alone").outcome(Variant(), 1)
@@ -100,3 +112,92 @@ def test_selection_measures_one_step_and_whole_runs(bench: Bench) -> None:
     assert all(row["one step"] > 0 and row["run"] > 0 for row in found.values())
     assert all(row["keep"] == pytest.approx(KEEP, abs=0.02) for row in found.values())
     assert found["router"] != found["random"]
+
+
+# -- verdicts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "verdict"),
+    [
+        ([1.0, 1.1, 1.2], [0.9, 1.0, 1.1], "reproduced"),
+        ([1.0, 1.1], [0.9, 1.0], "reproduced in direction"),
+        ([1.0], [0.9], "reproduced in direction"),
+        ([1.0, 1.3, 0.95], [0.9, 1.0, 1.0], "reproduced in direction"),
+        ([1.0, 1.0, 1.0], [0.5, 1.4, 1.0], "not reproduced"),
+        ([0.9, 0.9, 0.9], [1.0, 1.0, 1.1], "not reproduced"),
+    ],
+)
+def test_an_order_is_judged_seed_by_seed(better: list[float], worse: list[float], verdict: str) -> None:
+    assert ordered(better, worse) == verdict
+
+
+def rows_at(names: Any, measure: str, values: dict[str, float], spread: float = 0.0) -> dict[str, dict[str, Stats]]:
+    """Rows of three seeds in which `measure` is as given, or 1, and the seeds of the given lie apart."""
+    keys = {"psnr", "score deviation", "mean keep", "mse/schedule", "cosine/keep_0.6"}
+    keys |= {f"mse/keep_{keep:g}" for keep in KEEPS}
+    rows = {name: {key: over_seeds([1.0] * 3) for key in keys} for name in names}
+    for name, value in values.items():
+        rows[name][measure] = over_seeds([value - spread, value, value + spread])
+    return rows
+
+
+def test_sharing_is_judged_against_global_and_independent() -> None:
+    names = router_sharing.VARIANTS
+    lower = rows_at(names, "mse/keep_0.6", {"pairwise, 64": 0.9})
+    unsure = rows_at(names, "mse/keep_0.6", {"pairwise, 64": 0.9}, spread=0.15)
+    beaten = rows_at(names, "mse/keep_0.6", {"pairwise, 64": 0.9, "independent, 16": 0.8})
+    verdicts = [router_sharing.claim_of(rows, "3 seeds").verdict for rows in (lower, unsure, beaten)]
+    assert verdicts == ["reproduced", "reproduced in direction", "not reproduced"]
+
+
+def test_context_needs_all_three_first_and_none_last() -> None:
+    def verdict(**values: float) -> str:
+        named = {"time + prompt + layer": values.get("full", 1.0), "none": values.get("none", 1.0)}
+        return router_context.claims_of(rows_at(router_context.VARIANTS, "cosine/keep_0.6", named), "")[0].verdict
+
+    assert verdict(full=1.1, none=0.9) == "reproduced"
+    assert verdict(full=1.0, none=0.9) == "reproduced in direction"
+    assert verdict() == verdict(full=0.8, none=0.9) == "not reproduced"
+
+
+def test_transfer_is_judged_away_from_the_ratio_of_training() -> None:
+    names = training_strategy.VARIANTS
+    everywhere = rows_at(names, "psnr", {})
+    for keep in KEEPS:
+        everywhere["fixed"][f"mse/keep_{keep:g}"] = over_seeds([1.2] * 3)
+    away = rows_at(names, "mse/keep_0.9", {"fixed": 1.4})
+    assert training_strategy.claims_of(everywhere, "")[1].verdict == "not reproduced"
+    assert training_strategy.claims_of(away, "")[1].verdict == "reproduced"
+
+
+def test_an_adaptive_ratio_is_judged_by_final_images() -> None:
+    names = ratio_policy.VARIANTS
+    one_step = rows_at(names, "mse/schedule", {"additive": 0.8})
+    images = rows_at(names, "psnr", {"additive": 1.2})
+    assert ratio_policy.claims_of(one_step, "")[0].verdict == "not reproduced"
+    assert ratio_policy.claims_of(images, "")[0].verdict == "reproduced"
+    assert ratio_policy.claims_of(rows_at(names, "psnr", {"film": 1.2}), "")[1].verdict == "reproduced in direction"
+
+
+def test_a_budget_is_judged_by_its_offset() -> None:
+    names = budget_on_model.VARIANTS
+    met = rows_at(names, "mean keep", dict.fromkeys(names, KEEP + 0.005))
+    assert budget_on_model.claims_of(met, "")[0].verdict == "reproduced"
+    assert budget_on_model.claims_of(rows_at(names, "mean keep", {}), "")[0].verdict == "not reproduced"
+
+
+def test_a_better_temperature_is_named() -> None:
+    rows = rows_at(temperatures.VARIANTS, "mse/keep_0.6", {"ranks half as soft": 0.9})
+    assert "two standard errors: ranks half as soft." in temperatures.claim_of(rows, "").sentence
+
+
+def test_selection_is_judged_by_final_images() -> None:
+    def verdicts(run: float, step: float) -> list[str]:
+        names = [f"{r}: {k}" for r, known in selection.RANKINGS.items() for k in (selection.ADAPTIVE, *known)]
+        rows = {name: {"run": over_seeds([1.0] * 3), "one step": over_seeds([1.0] * 3)} for name in names}
+        rows["identity: router"] = {"run": over_seeds([run] * 3), "one step": over_seeds([step] * 3)}
+        return [claim.verdict for claim in selection.claims_of("output", rows, 3)]
+
+    assert verdicts(run=1.2, step=1.1) == ["reproduced", "not reproduced"]
+    assert verdicts(run=0.8, step=0.9) == ["not reproduced", "reproduced"]

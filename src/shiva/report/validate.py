@@ -46,7 +46,7 @@ def validate(
         typer.echo(f"wrote {page.write()}")
         return
     torch.set_num_threads(min(2, torch.get_num_threads()))  # small tensors: more threads only wait
-    console, results = Console(), []
+    console, results, began = Console(), [], time.perf_counter()
     for name in chosen(package, every, only):
         options: dict[str, Any] = {"model": model} if name in package.ON_THE_MODEL else {}
         if options and not (model / "model_index.json").exists():
@@ -60,6 +60,7 @@ def validate(
     for verdict in common.VERDICTS:
         count = sum(claim.verdict == verdict for result in results for claim in result.claims)
         console.print(f"{count:3d} {verdict}")
+    console.print(f"{len(results)} experiments in {(time.perf_counter() - began) / 60:.1f} min")
     console.print(f"JSON and figures: {output or (common.KEPT if every else common.PASSING)}")
 
 
