@@ -20,6 +20,7 @@ from torch import Tensor
 import shiva
 from experiments.common import progress
 from shiva.checkpoint import write_atomically
+from shiva.measure.evaluation.lineup import fingerprint
 from shiva.measure.generate import Contender, Outcome, generate
 from shiva.measure.prompts import PromptSet
 from shiva.measure.quality import METRICS, Pictures, Subject, Tools, measure
@@ -142,7 +143,9 @@ class Runner:
         """Scores of one contender; written before it is returned."""
         whole = point.of or point.steps
         dense = self.dense(whole)
-        what = (point.name, point.steps, repr(point.contender))
+        source = point.contender.source
+        weights = [fingerprint(source)] if isinstance(source, Path) else []
+        what = (point.name, point.steps, repr(point.contender), *weights)
         file = self.setting.state / f"{self.setting.key(*what)}.json"
         if not file.is_file():
             began = time.process_time()
