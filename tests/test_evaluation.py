@@ -12,23 +12,27 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from PIL import Image
+from typer.testing import CliRunner
 
 from pipelines import call_sd3, sd3
+from shiva.cli import app
+from shiva.measure.evaluation.command import read_seeds
+from shiva.measure.evaluation.comparisons import leading_first, stands
 from shiva.measure.evaluation.cost import Prices, record, replay
 from shiva.measure.evaluation.evaluation import Evaluation
 from shiva.measure.evaluation.lineup import Contender, Lineup, read_lineup
 from shiva.measure.evaluation.match import TOLERANCE, matched
 from shiva.measure.evaluation.paired import Paired
-from shiva.measure.evaluation.protocols import PROTOCOLS
+from shiva.measure.evaluation.protocols import PROTOCOLS, Found
 from shiva.measure.evaluation.run import Settings, noise_seed
 from shiva.measure.evaluation.workers import Workers
 from shiva.measure.prompts import Prompt, PromptSet
-from shiva.measure.quality import Tools, chosen
-from shiva.measure.sheet import Sheet
+from shiva.measure.quality import METRICS, Tools, chosen
 
 REPOSITORY = Path(__file__).parents[1]
 PROMPTS = PromptSet("three", tuple(Prompt(text, group) for text, group in (("a", "x"), ("b", "x"), ("c", "y"))))
@@ -46,7 +50,8 @@ class Prompted:
     def __init__(self) -> None:
         self.real: Any = sd3()
         self.real.set_progress_bar_config(disable=True)
-        self.calls = 0
+        self.noise: list[int] = []
+        """The seed of each image asked for."""
 
     @property
     def transformer(self) -> Any:
@@ -60,17 +65,14 @@ class Prompted:
     def scheduler(self) -> Any:
         return self.real.scheduler
 
-    def __copy__(self) -> Prompted:
-        return Prompted()
-
     def __call__(self, prompt: list[str], guidance_scale: float, **arguments: Any) -> Any:
-        self.calls += 1
+        self.noise += [generator.initial_seed() for generator in arguments["generator"]]
         given = call_sd3(1, guidance_scale)
         shift = [torch.tensor(float(ord(text[0]) % 7)) / 7 for text in prompt]
         for name, value in list(given.items()):
             if isinstance(value, torch.Tensor):
                 given[name] = torch.cat([value + by for by in shift])
-        return self.real(**given, **arguments)
+        return self.real(**{**given, **arguments})
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +91,8 @@ def make(folder: Path, pipe: Prompted, **changes: Any) -> Evaluation:
         "settings": Settings("tiny", None, steps=2, guidance=3.0),
         "metrics": chosen(["psnr", "mse"], Tools()),
         "prompts": PROMPTS,
+        "rounds": 0,
+        "probes": 1,
     }
     return Evaluation(
         folder=folder,
@@ -96,8 +100,6 @@ def make(folder: Path, pipe: Prompted, **changes: Any) -> Evaluation:
         tools=Tools(),
         workers=Workers(),
         pipe=lambda: pipe,
-        rounds=0,
-        probes=1,
         **{**given, **changes},
     )
 
@@ -116,9 +118,9 @@ def test_images_are_made_once_and_the_rest_on_the_next_run(evaluation: Evaluatio
     assert len(first) == 6
     gone = run.path("ToMeSD", 0, 1)
     gone.unlink()
-    calls = pipe.calls
+    made = len(pipe.noise)
     evaluation.generate(run, ["dense", "ToMeSD"], [0])
-    assert pipe.calls == calls + 1
+    assert len(pipe.noise) == made + 1
     assert images(run.folder) == first
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items() if path != gone)
     manifest = json.loads((run.folder / "run.json").read_text())
@@ -127,7 +129,15 @@ def test_images_are_made_once_and_the_rest_on_the_next_run(evaluation: Evaluatio
     assert manifest["seeds"] == [0]
 
 
-def test_every_contender_gets_the_same_noise_and_every_seed_another() -> None:
+def test_every_contender_gets_the_same_noise_and_every_image_another(evaluation: Evaluation, pipe: Prompted) -> None:
+    made = len(pipe.noise)
+    evaluation.generate(evaluation.run(), ["dense", "random"], [0, 1])
+    dense, random = pipe.noise[made : made + 6], pipe.noise[made + 6 :]
+    assert dense == random
+    assert len(set(dense)) == 6
+
+
+def test_noise_of_many_seeds_and_prompts_never_repeats() -> None:
     drawn = {
         torch.randn(4, generator=torch.Generator().manual_seed(noise_seed(seed, index))).numpy().tobytes()
         for seed in range(5)
@@ -160,17 +170,44 @@ def test_a_missing_checkpoint_is_left_out_with_the_way_to_train_it(tmp_path: Pat
     evaluation = make(tmp_path / "out", pipe, lineup=Lineup({**LINEUP, "trained": absent}))
     found = PROTOCOLS["main"](evaluation)
     assert found is not None
-    sheets, figures = found
-    assert "trained" not in figures["quality"]
-    assert "trained left out" in sheets[0].caption
-    assert "train it: shiva train x.yaml" in sheets[0].caption
+    assert "trained" not in found.figures["quality"]
+    assert "trained left out" in found.sheets[0].caption
+    assert "train it: shiva train x.yaml" in found.sheets[0].caption
+    evaluation.lineup.casts["points"] = ["dense", "ToMeSD"]
+    points = PROTOCOLS["points"](evaluation)
+    assert points is not None
+    assert "left out" not in points.sheets[0].caption
+
+
+def test_the_folder_knows_who_failed_while_running(evaluation: Evaluation) -> None:
+    run = evaluation.run()
+    run.contenders["deep"] = Contender(int8=99)
+    assert evaluation.generate(run, ["dense", "deep"], [0]) == ["dense"]
+    assert list(run.manifest["skipped"]) == ["deep"]
+    run.contenders["deep"] = Contender()
+    assert evaluation.generate(run, ["deep"], [0]) == ["deep"]
+    assert run.manifest["skipped"] == {}
+
+
+def test_the_folder_keeps_every_environment_that_made_images(
+    evaluation: Evaluation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = evaluation.run()
+    for cpu, names in (("one", ["dense"]), ("two", ["dense"]), ("three", ["dense", "ToMeSD"])):
+        monkeypatch.setattr("shiva.measure.evaluation.run.environment", lambda cpu=cpu: {"cpu": cpu, "load": len(cpu)})
+        evaluation.generate(run, names, [0])
+    assert run.manifest["environment"]["cpu"] == "three"
+    assert [earlier["cpu"] for earlier in run.manifest["earlier_environments"]] == ["one"]
+    found = PROTOCOLS["main"](evaluation)
+    assert found is not None
+    assert "several environments" in found.sheets[0].caption
 
 
 # -- measuring ---------------------------------------------------------------------------------------
 
 
 def test_a_method_against_itself_differs_by_exactly_nothing(tmp_path: Path, pipe: Prompted) -> None:
-    from shiva.measure.quality.base import METRICS, metric
+    from shiva.measure.quality.base import metric
 
     @metric("brightness", "brightness", needs="images", higher=True)
     def brightness(subject: Any, tools: Tools) -> torch.Tensor:
@@ -182,12 +219,13 @@ def test_a_method_against_itself_differs_by_exactly_nothing(tmp_path: Path, pipe
             evaluation.lineup.casts[protocol] = ["dense", "dense again", "random"]
             found = PROTOCOLS[protocol](evaluation)
             assert found is not None
-            same, other = found[1]["paired"]["dense again"], found[1]["paired"]["random"]
+            same, other = found.figures["paired"]["dense again"], found.figures["paired"]["random"]
             if protocol == "categories":
                 assert set(same) == {"x", "y", "all categories"}
                 same, other = same["all categories"], other["all categories"]
             assert same["brightness"]["mean"] == same["brightness"]["deviation"] == 0
             assert same["brightness"]["wins"] == 0.5
+            assert same["brightness"]["count"] == (2 if protocol == "seeds" else 3)
             assert other["brightness"]["mean"] != 0
     finally:
         del METRICS["brightness"]
@@ -211,16 +249,34 @@ def test_a_metric_without_weights_is_named_and_the_others_run(tmp_path: Path, pi
     evaluation = make(tmp_path, pipe, metrics=metrics)
     found = PROTOCOLS["main"](evaluation)
     assert found is not None
-    assert found[0][0].columns == ("method", "PSNR to dense, dB ↑")
-    assert "text-image score left out: the text-image score needs" in found[0][0].caption
-    assert set(found[1]["quality"]["ToMeSD"]) == {"psnr"}
+    assert found.sheets[0].columns == ("method", "PSNR to dense, dB ↑")
+    assert "text-image score left out: the text-image score needs" in found.sheets[0].caption
+    assert set(found.figures["quality"]["ToMeSD"]) == {"psnr"}
 
 
 def test_paired_statistics() -> None:
     pair = Paired.of([1.0, 2.0, 4.0], [1.0, 1.0, 1.0], higher=True)
     assert (pair.mean, pair.wins) == (pytest.approx(4 / 3), pytest.approx(2.5 / 3))
     assert pair.error == pytest.approx(1.5275 / 3**0.5, rel=1e-3)
-    assert Paired.of([1.0], [2.0], higher=False).wins == 1
+    single = Paired.of([1.0], [2.0], higher=False)
+    assert single.wins == 1
+    assert single.to_dict()["error"] is None
+    assert str(single) == "-1"
+
+
+def test_a_verdict_needs_two_standard_errors() -> None:
+    psnr, frechet = METRICS["psnr"], METRICS["frechet"]
+    assert stands(Paired(4, 1.1, 1.0, 1.0), psnr) == "ahead"
+    assert stands(Paired(4, -1.1, 1.0, 0.0), psnr) == "behind"
+    assert stands(Paired(4, -0.9, 1.0, 0.0), psnr) == "level"
+    assert stands(Paired.of([1.0], [0.0], higher=True), psnr) == "level"
+    assert stands(Paired.of([1.0], [2.0], higher=False), frechet) == "ahead"
+
+
+def test_categories_are_ordered_by_the_text() -> None:
+    metrics = [METRICS[name] for name in ("lpips_real", "text_image", "top1", "clip")]
+    assert [metric.name for metric in leading_first(metrics)] == ["clip", "lpips_real", "text_image", "top1"]
+    assert leading_first(metrics[:3])[0].name == "text_image"
 
 
 # -- cost --------------------------------------------------------------------------------------------
@@ -255,24 +311,87 @@ def test_methods_are_brought_to_the_same_flops(evaluation: Evaluation) -> None:
         matched(prices, "DiffCR", target)
 
 
-def test_matched_protocol_shows_everyone_at_one_share(evaluation: Evaluation) -> None:
-    evaluation.lineup.casts["matched"] = ["random", "ToMeSD"]
+def test_matched_protocol_brings_everyone_to_one_share_and_says_where_the_first_stands(
+    tmp_path: Path, pipe: Prompted
+) -> None:
+    contenders = {**LINEUP, "NeuralSort": Contender("NeuralSort"), "DiffCR": Contender("DiffCR")}
+    casts = {"matched": ["random", "NeuralSort", "DiffCR"], "main": ["dense", "DiffCR"]}
+    evaluation = make(tmp_path, pipe, lineup=Lineup(contenders, casts))
     found = PROTOCOLS["matched"](evaluation)
     assert found is not None
-    assert "random" in found[1]["quality"]
-    assert all(isinstance(sheet, Sheet) for sheet in found[0])
+    target = found.figures["target"]
+    other = f"NeuralSort at {target:.1%}"
+    assert list(found.figures["quality"]) == ["dense", "random", other]
+    assert all(found.figures["cost"][n]["share"] == pytest.approx(target, abs=TOLERANCE) for n in ("random", other))
+    assert found.detail == f"{100 * target:.1f}"
+    verdict, quality, _ = found.sheets
+    assert verdict.columns == ("random against", "PSNR to dense, dB ↑", "MSE to dense ↓", "not ahead on")
+    assert [row[0] for row in verdict.rows] == [other]
+    against = found.figures["verdict"][other]
+    own, theirs = (evaluation.scores(evaluation.run(), n, 0)["psnr"].value for n in ("random", other))
+    assert against["metrics"]["psnr"]["mean"] == pytest.approx(own - theirs)
+    words = {name: entry["stands"] for name, entry in against["metrics"].items()}
+    assert against["not_ahead_on"] == [name for name, word in words.items() if word != "ahead"]
+    assert "DiffCR left out: DiffCR has no knob" in quality.caption
+    main = PROTOCOLS["main"](evaluation)
+    assert main is not None
+    assert "left out" not in main.sheets[0].caption
 
 
-def test_other_sizes_are_runs_of_their_own(tmp_path: Path, pipe: Prompted) -> None:
-    lineup = Lineup(LINEUP, {"heldout": ["random"]})
-    evaluation = make(tmp_path, pipe, lineup=lineup)
+def test_shiva_is_refused_too_where_it_misses_the_target(evaluation: Evaluation) -> None:
+    prices = SimpleNamespace(run=evaluation.run(), share=lambda contender: 0.5)
+    assert matched(cast("Prices", prices), "random", 0.51).options["flops"] == 0.51
+    with pytest.raises(ValueError, match=r"Shiva comes no nearer to 40.0% of dense FLOPs than 50.0%"):
+        matched(cast("Prices", prices), "random", 0.4)
+
+
+def test_latency_is_told_in_seconds_and_read_the_next_time(evaluation: Evaluation, pipe: Prompted) -> None:
+    evaluation.rounds = 1
+    evaluation.lineup.casts["main"] = ["dense", "random"]
+    found = PROTOCOLS["main"](evaluation)
+    assert found is not None
+    costs = found.sheets[1]
+    for row, name in zip(costs.rows, ("dense", "random"), strict=True):
+        cells, cost = dict(zip(costs.columns, row, strict=True)), found.figures["cost"][name]
+        assert float(cells["latency, s"]) == pytest.approx(cost["latency"]["median"], rel=0.01)
+        dense = found.figures["cost"]["dense"]["latency"]["median"]
+        assert cost["speedup"] == pytest.approx(dense / cost["latency"]["median"])
+    assert dict(zip(costs.columns, costs.rows[0], strict=True))["speed-up"] == "1.00x"
+    made = len(pipe.noise)
+    seconds, _ = make(evaluation.folder, pipe, rounds=1).latencies(evaluation.run(), ["dense", "random"])
+    assert seconds["random"].median == found.figures["cost"]["random"]["latency"]["median"]
+    assert len(pipe.noise) == made
+
+
+def test_a_failed_timing_is_an_empty_column_with_its_reason(
+    evaluation: Evaluation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **more: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("shiva.measure.evaluation.cost.interleave", fail)
+    evaluation.rounds = 1
+    evaluation.lineup.casts["main"] = ["dense", "random"]
+    found = PROTOCOLS["main"](evaluation)
+    assert found is not None
+    assert "not timed: RuntimeError: out of memory" in found.sheets[1].caption
+    assert found.figures["cost"]["random"]["speedup"] is None
+
+
+def test_held_out_prompts_and_other_sizes_are_runs_of_their_own(tmp_path: Path, pipe: Prompted) -> None:
+    evaluation = make(tmp_path, pipe, lineup=Lineup(LINEUP, {"heldout": ["random"]}))
     with pytest.raises(ValueError, match="needs --held-out FILE"):
         PROTOCOLS["heldout"](evaluation)
-    held_out = PromptSet("other", (Prompt("d"),))
-    evaluation.held_out = held_out
+    sized = Lineup(LINEUP, {"heldout": ["random"]}, sizes=[[24, 32]])
+    evaluation = make(tmp_path, pipe, lineup=sized)
+    evaluation.held_out = PromptSet("other", (Prompt("d"),))
     found = PROTOCOLS["heldout"](evaluation)
     assert found is not None
-    assert (tmp_path / "runs" / "held-out" / "images" / "random" / "0" / "00000.png").is_file()
+    assert list(found.figures) == ["held-out prompts", "24 x 32"]
+    held_out, other = (tmp_path / "runs" / run / "images" / "random" / "0" for run in ("held-out", "24x32"))
+    assert [path.name for path in held_out.iterdir()] == ["00000.png"]
+    assert Image.open(other / "00002.png").size == (32, 24)
+    assert json.loads((tmp_path / "runs" / "24x32" / "run.json").read_text())["settings"]["height"] == 24
 
 
 def test_int8_is_there_for_as_long_as_the_contender_runs(
@@ -324,7 +443,34 @@ def test_contenders_are_checked_at_the_door(tmp_path: Path) -> None:
         read_lineup(str(path))
 
 
-# -- the command, killed and in several processes -------------------------------------------------------
+# -- the command ---------------------------------------------------------------------------------------
+
+
+def test_numbers_that_mean_nothing_are_refused_at_the_door(tmp_path: Path) -> None:
+    for option, value in (("--probes", "0"), ("--batch", "0"), ("--limit", "0"), ("--flops", "1.5")):
+        found = CliRunner().invoke(app, ["eval", "tiny", "--methods", "ToMeSD", option, value])
+        assert found.exit_code == 2
+        assert f"Invalid value for '{option}'" in found.output
+    assert read_seeds("3,0,3") == (3, 0)
+    with pytest.raises(ValueError, match="--seeds a,1 holds what is no whole number; pass such as"):
+        read_seeds("a,1")
+
+
+def test_a_protocol_that_failed_is_an_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a fox")
+    monkeypatch.setitem(PROTOCOLS, "main", lambda evaluation: Found([], {}))
+    monkeypatch.setitem(PROTOCOLS, "matched", lambda evaluation: Found([], {}, "62.5"))
+    arguments = ["eval", "tiny", "--methods", "ToMeSD", "--prompts", str(prompts), "--output", str(tmp_path)]
+    arguments += ["--protocol", "main", "--protocol", "matched"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert {path.name for path in (tmp_path / "tables").iterdir()} == {"main.json", "matched-62.5.json"}
+    failed = CliRunner().invoke(app, [*arguments, "--protocol", "heldout"])
+    assert failed.exit_code == 1
+    assert "not done: heldout" in failed.output
+
+
+# -- killed, and in several processes -------------------------------------------------------
 
 
 def command(output: Path, prompts: Path, **environment: str) -> subprocess.Popen[str]:

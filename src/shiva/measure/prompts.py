@@ -55,11 +55,16 @@ class PromptSet:
 
 def read_mjhq(path: Path) -> PromptSet:
     """MJHQ-30K: `meta_data.json`, with images beside it as `<category>/<key>.jpg`."""
-    entries = json.loads(path.read_text())
-    prompts = tuple(Prompt(entry["prompt"], entry["category"], key) for key, entry in entries.items())
+    try:
+        entries = json.loads(path.read_text())
+        prompts = tuple(Prompt(entry["prompt"], entry["category"], key) for key, entry in entries.items())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f'{path} has not MJHQ-30K\'s form, {{"key": {{"prompt": …, "category": …}}}} ({type(error).__name__}: '
+            f"{error}); pass its meta_data.json, or prompts as a .txt file"
+        ) from error
     folders = [path.parent, path.parent / "mjhq30k_imgs"]
-    first = prompts[0]
-    found = [f for f in folders if (f / first.category / f"{first.key}.jpg").is_file()]
+    found = [f for f in folders for p in prompts[:1] if (f / p.category / f"{p.key}.jpg").is_file()]
     image = None if not found else lambda prompt: (found[0] / prompt.category / f"{prompt.key}.jpg").read_bytes()
     return PromptSet("MJHQ-30K", prompts, image=image)
 
@@ -133,5 +138,5 @@ def read_prompts(path: Path, split: str = "train", core: bool = True) -> PromptS
     else:
         raise ValueError(f"{path} ends in {path.suffix!r}; known are {', '.join([*READERS, '.parquet'])}")
     if not found.prompts:
-        raise ValueError(f"{path} holds no prompt")
+        raise ValueError(f"{path} holds no prompt; pass --prompts a file with at least one")
     return found

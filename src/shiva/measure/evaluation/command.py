@@ -37,22 +37,24 @@ def evaluate(
         "outputs/eval"
     ),
     split: Annotated[str | None, typer.Option(help="Of the emoji set: train, validation or all")] = None,
-    limit: Annotated[int | None, typer.Option(help="So many prompts, evenly spaced over the set")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="So many prompts, evenly spaced over the set")] = None,
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas")] = "0",
-    steps: Annotated[int | None, typer.Option(help="Denoising steps")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps")] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale")] = None,
     height: Annotated[int | None, typer.Option(help="Image height in pixels; the model's own otherwise")] = None,
     width: Annotated[int | None, typer.Option(help="Image width in pixels")] = None,
-    batch: Annotated[int, typer.Option(help="Prompts a call; some methods share choices over a batch")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts a call; some methods share choices over a batch")] = 1,
     held_out: Annotated[Path | None, typer.Option(help="Prompts that were not trained on")] = None,
     metrics: Annotated[str | None, typer.Option(help="Metrics by name, separated by commas")] = None,
     clip: Annotated[str | None, typer.Option(help="Folder or hub id of a CLIPModel, for clip and clip_iqa")] = None,
     inception: Annotated[Path | None, typer.Option(help="File of Inception weights, for fid")] = None,
     reward: Annotated[str, typer.Option(help="Weights of ImageReward")] = "ImageReward-v1.0",
-    flops: Annotated[float | None, typer.Option(help="matched: the share of dense FLOPs to match")] = None,
-    rounds: Annotated[int, typer.Option(help="Turns of the latency measurement; 0 for none")] = 5,
-    probes: Annotated[int, typer.Option(help="Prompts on which FLOPs and one-step errors are measured")] = 4,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; torch's choice otherwise")] = None,
+    flops: Annotated[
+        float | None, typer.Option(min=0, max=1, help="matched: the share of dense FLOPs to match")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=0, help="Turns of the latency measurement; 0 for none")] = 5,
+    probes: Annotated[int, typer.Option(min=1, help="Prompts on which FLOPs and one-step errors are measured")] = 4,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's choice otherwise")] = None,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, …")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
 ) -> None:
@@ -60,7 +62,7 @@ def evaluate(
 
     Images that are in the output folder already are not made again, so a run that was killed goes on where it was.
     """
-    lineup = read_lineup(methods)
+    lineup, chosen_seeds = read_lineup(methods), read_seeds(seeds)
     protocols = list(PROTOCOLS) if protocol == ["all"] else (protocol or ["main"])
     for name in protocols:
         if name not in PROTOCOLS:
@@ -105,7 +107,7 @@ def evaluate(
             tools=tools,
             workers=workers,
             pipe=pipe,
-            seeds=tuple(int(seed) for seed in seeds.split(",")),
+            seeds=chosen_seeds,
             rounds=rounds,
             probes=probes,
             target=flops,
@@ -115,6 +117,8 @@ def evaluate(
     workers.close()
     if failed and workers.main:
         console.print(f"[yellow]not done[/]: {', '.join(failed)}; the lines above say why")
+    if failed:
+        raise typer.Exit(1)
 
 
 def perform(evaluation: Evaluation, name: str, console: Console, alone: bool) -> bool:
@@ -131,12 +135,21 @@ def perform(evaluation: Evaluation, name: str, console: Console, alone: bool) ->
     if found is not None:
         settings = {**dataclasses.asdict(evaluation.settings), "seeds": list(evaluation.seeds)}
         settings |= {"prompts": evaluation.prompts.name, "count": len(evaluation.prompts)}
-        publish(name, evaluation.folder / "tables", found[0], found[1], settings, console=console)
+        file = f"{name}-{found.detail}" if found.detail else name
+        publish(file, evaluation.folder / "tables", found.sheets, found.figures, settings, console=console)
     return True
 
 
 def load(model: str, dtype: str, lineup: Lineup, device: str) -> Any:
     return load_pipeline(model, dtype, **dict.fromkeys(lineup.without)).to(device)
+
+
+def read_seeds(given: str) -> tuple[int, ...]:
+    """Whole numbers between commas, each once."""
+    try:
+        return tuple(dict.fromkeys(int(seed) for seed in given.split(",")))
+    except ValueError as error:
+        raise ValueError(f"--seeds {given} holds what is no whole number; pass such as --seeds 0,1,2") from error
 
 
 def held_out_prompts(source: Path, given: Path | None, limit: int | None) -> PromptSet | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import json
@@ -19,11 +18,10 @@ from torch.nn import functional as F
 from shiva.backbones.base import bind, parameter_names
 from shiva.checkpoint import write_atomically
 from shiva.core.cost import Flops
-from shiva.measure.contenders import twin
 from shiva.measure.environment import environment
 from shiva.measure.evaluation.lineup import Contender, slug
 from shiva.measure.evaluation.run import Run
-from shiva.measure.latency import interleave
+from shiva.measure.latency import Timing, interleave
 from shiva.methods import Shiva
 from shiva.session import attach
 
@@ -135,31 +133,48 @@ def machine(device: torch.device) -> str:
     return f"{name}, {torch.get_num_threads()} threads"
 
 
+@dataclass(frozen=True)
+class Latency:
+    """Seconds of one image."""
+
+    median: float
+    spread: float
+    """Half the distance between the quartiles."""
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} ± {self.spread:.2g}" if self.spread else f"{self.median:.3g}"
+
+
 def latency(
     run: Run,
     names: Sequence[str],
     rounds: int,
+    device: str,
     progress: Callable[[str], None] = lambda name: None,
-) -> dict[str, float]:
-    """Median time of an image over dense's, all in turns in one go; only the ratio is kept."""
-    key = f"{[(name, run.key(name)) for name in names]} {rounds} {machine(run.pipe().device)}"
-    path = run.folder / "scores" / "latency.json"
+) -> dict[str, Latency]:
+    """Time of an image of each contender, all in turns in one go; on a busy machine only their ratios mean much."""
+    key = f"{[(name, run.key(name)) for name in names]} {rounds} {machine(torch.device(device))}"
+    path = run.folder / "scores" / "seconds.json"
     known = read_cache(path, key)
-    if known is not None:
-        return known
-    with contextlib.ExitStack() as stack, torch.inference_mode():
-        turns: dict[str, Callable[[], Callable[[], Any]]] = {}
-        for name in names:
-            pipe, contender = copy.copy(run.pipe()), run.contenders[name]
-            alone = contender.checkpoint is not None  # its adapter is folded into the weights, which twins share
-            pipe.transformer = copy.deepcopy(pipe.transformer) if alone else twin(pipe.transformer)
-            stack.enter_context(contender.attached(pipe))
-            turns[name] = functools.partial(functools.partial, run.draw, pipe, 0, [0])
-        timings = interleave(turns, rounds, progress=progress)
-    dense = timings[names[0]].median
-    found = {name: timing.median / dense for name, timing in timings.items()}
-    write_cache(path, key, found)
-    return found
+    if known is None:
+        timings = in_turns(run, names, rounds, progress)
+        known = {name: {"median": t.median, "spread": t.spread * t.median} for name, t in timings.items()}
+        write_cache(path, key, known)
+    return {name: Latency(**seconds) for name, seconds in known.items()}
+
+
+def in_turns(run: Run, names: Sequence[str], rounds: int, progress: Callable[[str], None]) -> dict[str, Timing]:
+    """Each contender has the one pipeline to itself while its turn lasts: adapters are folded into its weights."""
+    pipe = run.pipe()
+    with contextlib.ExitStack() as turn:
+
+        def prepare(name: str) -> Callable[[], Any]:
+            turn.close()
+            turn.enter_context(run.contenders[name].attached(pipe))
+            run.draw(pipe, 0, [0], num_inference_steps=2)  # what a session prepares once is no part of an image
+            return functools.partial(run.draw, pipe, 0, [0])
+
+        return interleave({name: functools.partial(prepare, name) for name in names}, rounds, progress=progress)
 
 
 def read_cache(path: Path, key: str) -> Any:

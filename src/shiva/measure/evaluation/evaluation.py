@@ -8,12 +8,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shiva.measure.evaluation.cost import Cost, Prices, latency, read_cache, write_cache
+from shiva.measure.evaluation.cost import Cost, Latency, Prices, latency, read_cache, write_cache
 from shiva.measure.evaluation.lineup import DENSE, Lineup, slug
 from shiva.measure.evaluation.run import Run, Settings
 from shiva.measure.evaluation.workers import Workers
 from shiva.measure.prompts import PromptSet
 from shiva.measure.quality import METRICS, Metric, Score, Subject, Tools, measure
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Who stands in a protocol's tables: contenders that have all their images, and why others are absent."""
+
+    run: Run
+    names: list[str]
+    """The first is what the others are held against."""
+    seeds: tuple[int, ...]
+    absent: dict[str, str]
 
 
 @dataclass
@@ -117,9 +128,17 @@ class Evaluation:
         self.progress(f"{name}: FLOPs and one-step error")
         return self.prices(run).of(name)
 
-    def ratios(self, run: Run, names: Sequence[str]) -> dict[str, float]:
-        """Time of each contender over dense's, where it is measured."""
-        if self.rounds < 1 or DENSE not in run.contenders:
-            return {}
-        in_turns = list(dict.fromkeys([DENSE, *names]))
-        return latency(run, in_turns, self.rounds, lambda name: self.progress(f"timing in turns: {name}"))
+    def latencies(self, run: Run, names: Sequence[str]) -> tuple[dict[str, Latency], str]:
+        """Time of an image of dense and of each contender; where it cannot be measured, none of them and why."""
+        if self.rounds < 1:
+            return {}, "--rounds is 0"
+        if DENSE not in run.contenders:
+            return {}, f"no contender is called {DENSE}"
+
+        def tell(name: str) -> None:
+            self.progress(f"timing in turns: {name}")
+
+        try:
+            return latency(run, list(dict.fromkeys([DENSE, *names])), self.rounds, self.workers.device, tell), ""
+        except Exception as error:  # hours of images are behind it: their tables are written without it
+            return {}, f"{type(error).__name__}: {error}"

@@ -60,23 +60,29 @@ def matched(prices: Prices, name: str, target: float) -> Contender:
     source = contender.source()
     config = source if isinstance(source, MethodConfig) else source.method_config
     method = type(config).__name__
-    if method == "Shiva":
-        return with_options(contender, {"budget": None, "flops": target})
-    if method not in KNOBS:
-        have = prices.of(name).share
-        raise ValueError(
-            f"{method} has no knob at inference and takes {have:.1%} of dense FLOPs, not {target:.1%}; "
-            "train it to that share"
-        )
     path = prices.run.folder / "scores" / slug(name) / f"matched-{round(1000 * target)}.json"
     key = f"{prices.run.key(name)} {target}"
     found = read_cache(path, key)
     if found is None:
-        found = turn(lambda at: KNOBS[method](config, at), contender, prices, target)
+        found = brought(config, contender, prices, target)
         write_cache(path, key, found)
-    if abs(found["share"] - target) > TOLERANCE:
+    if abs(found["share"] - target) <= TOLERANCE:
+        return with_options(contender, found["options"])
+    if method == "Shiva" or method in KNOBS:
         raise ValueError(f"{method} comes no nearer to {target:.1%} of dense FLOPs than {found['share']:.1%}")
-    return with_options(contender, found["options"])
+    raise ValueError(
+        f"{method} has no knob at inference and takes {found['share']:.1%} of dense FLOPs, not {target:.1%}; "
+        "train it to that share"
+    )
+
+
+def brought(config: MethodConfig, contender: Contender, prices: Prices, target: float) -> dict[str, Any]:
+    """The options that bring a contender nearest to a share of dense FLOPs, and the share they take it to."""
+    method = type(config).__name__
+    if method in KNOBS:
+        return turn(lambda at: KNOBS[method](config, at), contender, prices, target)
+    options = {"budget": None, "flops": target} if method == "Shiva" else {}
+    return {"options": options, "share": prices.share(with_options(contender, options))}
 
 
 def turn(

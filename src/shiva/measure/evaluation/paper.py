@@ -17,27 +17,29 @@ class PaperRow(NamedTuple):
     iqa: float
     tflops: float
     """In the paper's convention."""
+    latency: float
+    """Milliseconds of an image."""
     speedup: float
     saved: float
     """Per cent of dense FLOPs."""
 
 
 MAIN = {
-    "Vanilla": PaperRow(16.86, 0.9385, 30.89, 0.4567, 11.80, 1.00, 0.0),
-    "Finetuned": PaperRow(13.22, 1.0179, 31.18, 0.4743, 11.80, 1.00, 0.0),
-    "ToMeSD": PaperRow(40.22, 0.6727, 30.88, 0.4632, 8.98, 1.04, 23.9),
-    "ToFu": PaperRow(47.43, 0.4157, 30.36, 0.4655, 8.98, 1.05, 23.9),
-    "SDTM": PaperRow(47.08, 0.3257, 29.96, 0.4705, 8.83, 1.07, 25.2),
-    "ToMA": PaperRow(30.06, 0.7033, 30.83, 0.4633, 8.23, 1.03, 30.3),
-    "IBTM": PaperRow(19.96, 0.8610, 30.88, 0.4695, 10.18, 1.02, 13.7),
-    "NeuralSort": PaperRow(22.78, 0.8379, 30.78, 0.4764, 9.47, 1.20, 19.7),
-    "DiffCR": PaperRow(17.51, 0.7884, 30.81, 0.4941, 9.93, 1.14, 15.8),
-    "DyDiT": PaperRow(15.29, 0.7844, 30.65, 0.4824, 9.42, 1.17, 20.2),
-    "SparseDiT": PaperRow(25.71, 0.7751, 30.56, 0.4795, 8.95, 1.24, 24.2),
-    "Shiva-90%": PaperRow(12.15, 0.9228, 31.26, 0.4959, 10.19, 1.09, 13.6),
-    "Shiva-80%": PaperRow(13.83, 0.8915, 31.10, 0.5051, 8.92, 1.25, 24.4),
-    "Shiva-70%": PaperRow(15.74, 0.9466, 31.16, 0.4871, 7.38, 1.37, 37.5),
-    "Shiva-60%": PaperRow(16.42, 0.9974, 31.35, 0.4952, 6.96, 1.54, 41.0),
+    "Vanilla": PaperRow(16.86, 0.9385, 30.89, 0.4567, 11.80, 7659.9, 1.00, 0.0),
+    "Finetuned": PaperRow(13.22, 1.0179, 31.18, 0.4743, 11.80, 7659.9, 1.00, 0.0),
+    "ToMeSD": PaperRow(40.22, 0.6727, 30.88, 0.4632, 8.98, 7352.9, 1.04, 23.9),
+    "ToFu": PaperRow(47.43, 0.4157, 30.36, 0.4655, 8.98, 7296.7, 1.05, 23.9),
+    "SDTM": PaperRow(47.08, 0.3257, 29.96, 0.4705, 8.83, 7180.6, 1.07, 25.2),
+    "ToMA": PaperRow(30.06, 0.7033, 30.83, 0.4633, 8.23, 7406.5, 1.03, 30.3),
+    "IBTM": PaperRow(19.96, 0.8610, 30.88, 0.4695, 10.18, 7526.6, 1.02, 13.7),
+    "NeuralSort": PaperRow(22.78, 0.8379, 30.78, 0.4764, 9.47, 6377.3, 1.20, 19.7),
+    "DiffCR": PaperRow(17.51, 0.7884, 30.81, 0.4941, 9.93, 6709.8, 1.14, 15.8),
+    "DyDiT": PaperRow(15.29, 0.7844, 30.65, 0.4824, 9.42, 6553.9, 1.17, 20.2),
+    "SparseDiT": PaperRow(25.71, 0.7751, 30.56, 0.4795, 8.95, 6211.3, 1.24, 24.2),
+    "Shiva-90%": PaperRow(12.15, 0.9228, 31.26, 0.4959, 10.19, 6996.2, 1.09, 13.6),
+    "Shiva-80%": PaperRow(13.83, 0.8915, 31.10, 0.5051, 8.92, 6112.6, 1.25, 24.4),
+    "Shiva-70%": PaperRow(15.74, 0.9466, 31.16, 0.4871, 7.38, 5603.5, 1.37, 37.5),
+    "Shiva-60%": PaperRow(16.42, 0.9974, 31.35, 0.4952, 6.96, 4989.0, 1.54, 41.0),
 }
 
 CATEGORIES = {
@@ -59,16 +61,32 @@ SEEDS = ((-0.741, 0.081), (-0.813, 0.052), (-0.743, 0.033), (-1.360, 0.045), (-0
 """Table multiseed, Shiva-90 minus Finetuned at seeds 0 to 4: FID and CLIP."""
 
 
+def quoted(
+    title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], caption: str = "", names: int = 1
+) -> Sheet:
+    """A sheet of the paper's figures: every heading says so, but those of the columns that name a row."""
+    marked = (*columns[:names], *(f"paper: {column}" for column in columns[names:]))
+    return Sheet(f"The paper's: {title}", marked, rows, caption)
+
+
 def main_sheet(names: Sequence[str]) -> Sheet:
-    """The paper's quality columns for rows that an evaluation has too."""
+    """The paper's figures for rows that an evaluation has too; saved FLOPs and speed-up stand beside our own."""
     rows = [
-        (name, f"{row.fid:.2f}", f"{row.image_reward:.4f}", f"{row.clip:.2f}", f"{row.iqa:.4f}", f"{row.tflops:.2f}")
+        (
+            name,
+            f"{row.fid:.2f}",
+            f"{row.image_reward:.4f}",
+            f"{row.clip:.2f}",
+            f"{row.iqa:.4f}",
+            f"{row.tflops:.2f}",
+            f"{row.latency:.1f}",
+        )
         for name, row in MAIN.items()
         if name in names
     ]
-    return Sheet(
-        "The paper's: SD3-Medium on MJHQ-30K (table main_results)",
-        ("method", "FID ↓", "ImageReward ↑", "CLIP ↑", "CLIP-IQA ↑", "TFLOPs, its count"),
+    return quoted(
+        "SD3-Medium on MJHQ-30K (table main_results)",
+        ("method", "FID ↓", "ImageReward ↑", "CLIP ↑", "CLIP-IQA ↑", "TFLOPs, MACs counted once", "latency, ms"),
         rows,
         "another model and other metrics: only order and sign can be compared",
     )
@@ -76,48 +94,58 @@ def main_sheet(names: Sequence[str]) -> Sheet:
 
 def seeds_sheet() -> Sheet:
     rows = [(str(seed), f"{fid:+.3f}", f"{clip:+.3f}") for seed, (fid, clip) in enumerate(SEEDS)]
-    return Sheet("The paper's: Shiva-90 minus Finetuned (table multiseed)", ("seed", "ΔFID ↓", "ΔCLIP ↑"), rows)
+    return quoted("Shiva-90 minus Finetuned (table multiseed)", ("seed", "ΔFID ↓", "ΔCLIP ↑"), rows)
 
 
 def categories_sheet() -> Sheet:
     rows = [(name, str(n), f"{c:+.3f}", f"{q:+.3f}", f"{r:+.3f}") for name, (n, c, q, r) in CATEGORIES.items()]
     columns = ("category", "n", "ΔCLIP ↑", "ΔCLIP-IQA ↑", "ΔImageReward ↑")
-    return Sheet("The paper's: Shiva-60 minus Vanilla (table percat)", columns, rows)
+    return quoted("Shiva-60 minus Vanilla (table percat)", columns, rows)
 
 
 def transfer_sheet() -> Sheet:
     rows = [("Shiva-60 shifted to 79 %", "+0.96", "-0.04", "+0.29")]
     columns = ("minus Shiva-80", "ΔCLIP ↑", "ΔCLIP-IQA ↑", "ΔImageReward ↑")
-    return Sheet("The paper's: transfer minus direct training (app. Budget Transfer)", columns, rows)
+    return quoted("transfer minus direct training (app. Budget Transfer)", columns, rows)
 
 
 def generalization_sheet() -> Sheet:
     rows = [
         ("512 x 512", "Vanilla", "19.02", "0.840", "30.654", "0.423"),
+        ("512 x 512", "ToMeSD", "36.42", "0.468", "30.314", "0.400"),
+        ("512 x 512", "DiffCR", "26.83", "0.627", "30.245", "0.413"),
+        ("512 x 512", "DyDiT", "26.53", "0.662", "30.059", "0.444"),
         ("512 x 512", "Shiva-80%", "17.05", "0.733", "30.812", "0.452"),
         ("512 x 512", "Shiva-60%", "19.32", "0.716", "30.860", "0.454"),
         ("1024 x 768", "Vanilla", "16.21", "0.933", "30.796", "0.456"),
+        ("1024 x 768", "ToMeSD", "39.73", "0.646", "30.717", "0.461"),
+        ("1024 x 768", "DiffCR", "32.18", "0.747", "30.585", "0.482"),
+        ("1024 x 768", "DyDiT", "16.13", "0.665", "30.453", "0.478"),
         ("1024 x 768", "Shiva-80%", "13.75", "0.877", "31.008", "0.495"),
         ("1024 x 768", "Shiva-60%", "16.55", "0.954", "31.220", "0.483"),
         ("DrawBench", "Vanilla", "", "0.980", "34.126", "0.459"),
+        ("DrawBench", "ToMeSD", "", "0.830", "33.778", "0.471"),
+        ("DrawBench", "DiffCR", "", "0.832", "32.598", "0.477"),
+        ("DrawBench", "DyDiT", "", "0.615", "32.210", "0.484"),
         ("DrawBench", "Shiva-80%", "", "0.875", "33.569", "0.496"),
         ("DrawBench", "Shiva-60%", "", "0.853", "33.309", "0.487"),
         ("PartiPrompts", "Vanilla", "", "1.182", "33.103", "0.468"),
+        ("PartiPrompts", "ToMeSD", "", "0.961", "33.622", "0.466"),
+        ("PartiPrompts", "DiffCR", "", "0.971", "32.900", "0.500"),
+        ("PartiPrompts", "DyDiT", "", "0.904", "32.907", "0.495"),
         ("PartiPrompts", "Shiva-80%", "", "1.170", "33.232", "0.508"),
         ("PartiPrompts", "Shiva-60%", "", "1.144", "33.246", "0.498"),
     ]
     columns = ("set", "method", "FID ↓", "ImageReward ↑", "CLIP ↑", "CLIP-IQA ↑")
-    return Sheet("The paper's: other prompts and resolutions (table generalization)", columns, rows)
+    return quoted("other prompts and resolutions (table generalization)", columns, rows, names=2)
 
 
 def ratio_sheet() -> Sheet:
     rows = [("fixed", "21.76", "0.835", "30.75", "0.497"), ("adaptive", "17.36", "0.880", "30.94", "0.500")]
     columns = ("policy", "FID ↓", "ImageReward ↑", "CLIP ↑", "CLIP-IQA ↑")
-    return Sheet("The paper's: fixed against adaptive ratio at 0.6 (table ratio_ablation)", columns, rows)
+    return quoted("fixed against adaptive ratio at 0.6 (table ratio_ablation)", columns, rows)
 
 
 def int8_sheet() -> Sheet:
     rows = [("11 of 24 blocks", "+0.616", "+0.118"), ("22 of 24 blocks", "+2.824", "-0.082")]
-    return Sheet(
-        "The paper's: Shiva-80 in INT8 minus fp16 (table quant_quality)", ("scope", "ΔFID ↓", "ΔCLIP ↑"), rows
-    )
+    return quoted("Shiva-80 in INT8 minus fp16 (table quant_quality)", ("scope", "ΔFID ↓", "ΔCLIP ↑"), rows)

@@ -128,34 +128,51 @@ class Run:
 
     # -- the manifest --------------------------------------------------------------------------------
 
-    def claim(self, names: Sequence[str], seeds: Sequence[int], write: bool) -> list[str]:
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """What the folder knows of its images; empty before the first."""
+        path = self.folder / "run.json"
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+    def claim(self, names: Sequence[str]) -> list[str]:
         """The contenders that can be resolved, after making sure the folder's images are of this very kind.
 
         Images under the same name but other settings are an error, never silently mixed or made anew.
         """
         able = []
         for name in names:
+            self.skipped.pop(name, None)
             try:
                 self.config(name)
                 able.append(name)
             except SKIPPABLE as error:
                 self.skipped[name] = str(error)
-        path = self.folder / "run.json"
-        known: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        known = self.manifest
         if known:
             self._compare(known, able)
-        if write:
-            entries = {n: {"slug": slug(n), **self._entry(n)} for n in able}
-            manifest = {
-                "settings": {**asdict(self.settings), "prompts": self.prompts.name},
-                "seeds": sorted({*known.get("seeds", []), *seeds}),
-                "prompts": [asdict(prompt) for prompt in self.prompts.prompts],
-                "contenders": {**known.get("contenders", {}), **entries},
-                "skipped": self.skipped,
-                "environment": environment(),
-            }
-            write_atomically(path, json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
         return able
+
+    def _note(self, names: Sequence[str], seeds: Sequence[int], making: bool) -> None:
+        """Write the manifest; what only reads the folder's images (`making` none) leaves their environment alone."""
+        known = self.manifest
+        here, before = environment(), known.get("environment")
+        earlier = known.get("earlier_environments", [])
+        if before and not making:
+            here = before
+        elif before and lasting(before) != lasting(here):
+            earlier = [*earlier, before]
+        entries = {name: {"slug": slug(name), **self._entry(name)} for name in names}
+        left_out = {name: why for name, why in known.get("skipped", {}).items() if name not in names}
+        manifest = {
+            "settings": {**asdict(self.settings), "prompts": self.prompts.name},
+            "seeds": sorted({*known.get("seeds", []), *seeds}),
+            "prompts": [asdict(prompt) for prompt in self.prompts.prompts],
+            "contenders": {**known.get("contenders", {}), **entries},
+            "skipped": {**left_out, **self.skipped},
+            "environment": here,
+            "earlier_environments": earlier,
+        }
+        write_atomically(self.folder / "run.json", json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
 
     def _entry(self, name: str) -> dict[str, Any]:
         contender = self.contenders[name]
@@ -192,12 +209,11 @@ class Run:
         size = {"height": settings.height, "width": settings.width}
         return pipe(
             prompt=[self.prompts.prompts[index].text for index in indices],
-            num_inference_steps=settings.steps,
             guidance_scale=settings.guidance,
             generator=[torch.Generator().manual_seed(noise_seed(seed, index)) for index in indices],
             **{name: value for name, value in size.items() if value is not None},
             **settings.arguments,
-            **more,
+            **{"num_inference_steps": settings.steps, **more},
         ).images
 
     def generate(
@@ -211,8 +227,10 @@ class Run:
 
         `progress` is told the contender, and the images made and asked for in this process.
         """
-        able = self.claim(names, seeds, workers.main)
+        able = self.claim(names)
         todo = [chunk for name in able for seed in seeds for chunk in self.missing(name, seed)]
+        if workers.main:
+            self._note(able, seeds, making=bool(todo))
         workers.wait()  # every process has listed what is missing before one makes any of it
         mine = workers.share(todo)
         total, done = sum(len(chunk.indices) for chunk in mine), 0
@@ -231,6 +249,8 @@ class Run:
         for name in able:
             if name not in whole:
                 self.skipped.setdefault(name, "another process could not run it; see its output")
+        if workers.main:
+            self._note(able, seeds, making=bool(todo))
         return whole
 
     def _make(self, chunk: Chunk) -> None:
@@ -240,6 +260,11 @@ class Run:
                 buffer = io.BytesIO()
                 image.save(buffer, "PNG")
                 write_atomically(path, buffer.getvalue())
+
+
+def lasting(where: Mapping[str, Any]) -> dict[str, Any]:
+    """An environment without what changes from hour to hour."""
+    return {name: value for name, value in where.items() if name not in ("date", "load")}
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], inside: str = "") -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -35,6 +35,23 @@ class Workers:
             return list(work)
         with self.state.split_between_processes(list(work)) as part:
             return list(part)
+
+    def found_by_main(self, find: Callable[[], T]) -> T:
+        """What the main process finds, in every process; what it raises, too."""
+        if self.state is None:
+            return find()
+        from accelerate.utils import broadcast_object_list
+
+        told: list[Any] = [None, None]
+        if self.main:
+            try:
+                told[0] = find()
+            except Exception as error:
+                told[1] = error
+        found, failure = broadcast_object_list(told)
+        if failure is not None:
+            raise failure
+        return found
 
     def wait(self) -> None:
         if self.state is not None:

@@ -29,7 +29,7 @@ ORDER = (
 
 
 def chosen(names: Iterable[str] | None, tools: Tools) -> list[Metric]:
-    """The metrics asked for; without any, all that need no foreign weights, and those whose weights were passed."""
+    """The metrics asked for; without any, all whose weights pip brings, and those whose weights were passed."""
     if names is None:
         given = {
             "fid": tools.inception is not None,
@@ -57,6 +57,8 @@ def measure(metrics: Iterable[Metric], subject: Subject, tools: Tools) -> tuple[
             scores[metric.name] = metric(subject, tools)
         except MissingWeights as error:
             missing[metric.name] = str(error)
+        except Exception as error:
+            missing[metric.name] = f"{type(error).__name__}: {error}"
     return scores, missing
 
 

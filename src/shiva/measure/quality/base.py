@@ -58,7 +58,7 @@ class Pictures:
             stop = start + len(batch)
             pair = [others._load(index) for index in range(start, stop)]
             start = stop
-            yield batch, torch.stack([resized(image, batch.shape[-2:]) for image in pair])
+            yield batch, torch.cat([resized(image[None], batch.shape[-2:]) for image in pair])
 
 
 def decode(data: bytes) -> Tensor:
@@ -70,12 +70,11 @@ def decode(data: bytes) -> Tensor:
     return torch.from_numpy(pixels).permute(2, 0, 1).float() / 255
 
 
-def resized(image: Tensor, size: torch.Size) -> Tensor:
-    """(3, H, W) at another size, antialiased; the same where the size is already right."""
-    if image.shape[-2:] == size:
-        return image
-    small = torch.nn.functional.interpolate(image[None], size=tuple(size), mode="bilinear", antialias=True)
-    return small[0].clamp(0, 1)
+def resized(images: Tensor, size: tuple[int, ...]) -> Tensor:
+    """(B, 3, H, W) in [0, 1] at another size, antialiased; the same where the size is already right."""
+    if images.shape[-2:] == size:
+        return images
+    return torch.nn.functional.interpolate(images, size=size, mode="bilinear", antialias=True).clamp(0, 1)
 
 
 @dataclass
@@ -150,7 +149,7 @@ class Metric:
     each: bool
     """Whether every image has a value of its own; otherwise only the set has one."""
     extra: bool
-    """Needs weights that this repository cannot bring along; it runs only when asked for."""
+    """Needs weights that pip does not bring; it runs only when asked for."""
     function: Function
 
     def __call__(self, subject: Subject, tools: Tools) -> Score:

