@@ -12,7 +12,7 @@ from PIL import Image, ImageChops
 
 from browser import complaints, open_browser, requested
 from shiva.core.trace import Trace
-from shiva.measure.style import encode, plot
+from shiva.measure.style import encode, family, plot
 from shiva.report import figures
 from shiva.report.figures import Point, pareto_front
 from shiva.report.page import Page
@@ -30,6 +30,20 @@ def test_the_front_holds_what_no_other_beats() -> None:
 def test_spread_keeps_both_ends() -> None:
     assert figures.spread(range(20), 5) == [0, 5, 10, 14, 19]
     assert figures.spread([3, 4], 5) == [3, 4]
+    assert figures.spread(range(20), 1) == [0]
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("Shiva 60 cached", "Shiva"),
+        ("Sweep 60", "Shiva, untrained"),
+        ("fine-tuned", "dense"),
+        ("ToMeSD, FFN too", "other methods"),
+    ],
+)
+def test_methods_are_marked_by_their_family(name: str, title: str) -> None:
+    assert family(name).title == title
 
 
 def test_the_overlay_leaves_computed_tokens_as_they_are() -> None:
