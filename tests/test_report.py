@@ -17,6 +17,7 @@ from browser import PHONE, become_a_phone, complaints, open_browser, requested
 from shiva.core.trace import Trace
 from shiva.measure.style import encode, family, plot
 from shiva.report import figures
+from shiva.report.demo import main_cast
 from shiva.report.evaluation import figure_of
 from shiva.report.figures import Point, pareto_front
 from shiva.report.page import THUMBNAIL, Page
@@ -270,6 +271,16 @@ def test_without_matplotlib_the_page_says_so(monkeypatch: pytest.MonkeyPatch, tm
     page = Page("Test")
     add(page, training_run(tmp_path))
     assert "No figure: figures need matplotlib" in str(page)
+
+
+def test_the_demo_shows_dense_and_shiva_beside_the_baselines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    contenders, _ = main_cast("recipes/eval/emoji.yaml")
+    assert next(iter(contenders)) == "dense"
+    shiva = {f"Shiva {budget}" for budget in (90, 80, 70, 60)} | {"Sweep 60"}
+    assert shiva <= contenders.keys()
+    assert {"ToMeSD", "ToFu", "SDTM", "ToMA", "IBTM"} <= contenders.keys()
+    assert {"NeuralSort", "SparseDiT", "DyDiT", "DiffCR"} <= contenders.keys()
 
 
 def visible(browser: Any) -> list[str]:
