@@ -132,7 +132,7 @@ def evaluation(folder: Path) -> Path:
     }
     cost = {
         "title": "Cost of a step",
-        "columns": ["method", "GFLOPs", "paper's count", "latency, s"],
+        "columns": ["method", "GFLOPs", "GFLOPs, paper's count", "latency, s"],
         "rows": [["dense", "2.9", "2", ""], ["ToMeSD <25%>", "2.4", "2", "1.1"], ["Shiva 60%", "1.8", "1", "0.9"]],
     }
     even = {
@@ -161,7 +161,7 @@ def test_a_report_holds_tables_claims_figures_and_images(tmp_path: Path) -> None
     assert "&lt;b&gt;cake&lt;/b&gt;" in page
     assert "<b>cake" not in page
     assert 'class="number paper">paper: FID ↓' in page
-    assert 'class="number">paper&#x27;s count' in page
+    assert 'class="number">GFLOPs, paper&#x27;s count' in page
     assert "Its images are not here" in page  # those of results/ are not in git
     assert "--methods recipes/eval/emoji.yaml --limit 64" in page
     assert "softrank_speed.json" in page
@@ -186,7 +186,7 @@ def test_an_evaluation_reads_in_the_order_of_its_protocols_and_tables(tmp_path: 
     names = re.findall("<figcaption>([^<]+)</figcaption></figure>", page.parts[2])
     assert names[:3] == ["dense", "ToMeSD &lt;25%&gt;, −17 % FLOPs", "Shiva 60%, −38 % FLOPs"]
     words = re.findall("<dt>([^<]+)</dt>", str(page))
-    assert words == ["dense", "Shiva", "ToMeSD", "PSNR to dense", "MSE to dense", "GFLOPs", "paper:"]
+    assert words == ["dense", "Shiva", "ToMeSD", "PSNR to dense", "MSE to dense", "GFLOPs", "latency", "paper:"]
 
 
 def test_quality_is_drawn_against_both_costs_but_not_at_equal_cost(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from shiva.report.documents import add_sheets, load, measured_on, sheets
 from shiva.report.glossary import meanings
 from shiva.report.page import PAPER, Page, drawing
 
-COSTS = ("GFLOPs", "latency")
-"""Columns that quality is drawn against, by how their headings start."""
+COSTS = ("GFLOPs", "latency, s")
+"""Columns that quality is drawn against."""
 QUALITIES = ("Fréchet", "FID", "text-image", "CLIP score", "ImageReward", "PSNR to dense", "LPIPS to dense")
 """Columns that are drawn, by how their headings start; the table has all of them."""
 SAME_COST = 0.1
@@ -125,10 +125,11 @@ def command(folder: Path, run: Mapping[str, Any]) -> str:
 def add_fronts(page: Page, document: Mapping[str, Any]) -> None:
     """Metrics (columns marked ↑ or ↓) of the document's methods against each cost, with the Pareto front."""
     columns = [column for sheet in sheets(document) for column in columns_of(sheet)]
-    for cost, prices in chosen(columns, COSTS):
-        if all_alike(prices):
+    metrics = [column for start in QUALITIES for column in columns if column[0].startswith(start)]
+    for cost, prices in columns:
+        if cost not in COSTS or all_alike(prices):
             continue
-        for metric, values in chosen(columns, QUALITIES):
+        for metric, values in metrics:
             points = [figures.Point(name, prices[name], value) for name, value in values.items() if name in prices]
             if len(points) < 2:
                 continue
@@ -136,10 +137,6 @@ def add_fronts(page: Page, document: Mapping[str, Any]) -> None:
                 label = metric.rstrip("↑↓ ")
                 drawn = figures.quality_cost(points, cost, label, higher_is_better=metric.endswith("↑"))
                 page.figure(drawn, f"{label} against {cost}; the line joins what no other method beats.")
-
-
-def chosen(columns: Sequence[Column], starts: Sequence[str]) -> list[Column]:
-    return [(heading, cells) for start in starts for heading, cells in columns if heading.startswith(start)]
 
 
 def all_alike(prices: Mapping[str, float]) -> bool:

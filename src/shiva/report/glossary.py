@@ -26,6 +26,9 @@ METRICS = {
     "MSE to dense": "squared error of pixels against the dense model's image.",
     "cosine to dense": "cosine of pixels, around mid-grey, with the dense model's image.",
     "GFLOPs": "true ones of one transformer call, the method's own small part not counted.",
+    "GFLOPs, MACs counted once": "the same as the paper counts them: a multiplication and addition in a linear layer "
+    "is one.",
+    "latency": "seconds of a whole image, as the median of turns that all methods take.",
     "limit": "the speed-up that FLOPs alone would allow.",
     "one-step": "the prediction of a single step against dense's, before errors add up over steps.",
     "paper:": "the paper's own figure, of SD3-Medium at 1024 x 1024: only order and sign can be compared.",
