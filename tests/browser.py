@@ -25,6 +25,8 @@ FLAGS = (
 )
 PATIENCE = 400
 """Seconds that a busy machine may take over one thing."""
+PHONE = 360
+"""Pixels across of a small one."""
 
 
 def installed() -> tuple[str, str]:
@@ -53,6 +55,12 @@ def open_browser(*flags: str) -> Iterator[Any]:
             yield browser
         finally:
             browser.quit()
+
+
+def become_a_phone(browser: Any) -> None:
+    """Its screen: a window of the desktop's cannot be as narrow."""
+    screen = {"width": PHONE, "height": 740, "deviceScaleFactor": 2, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
 
 
 def requested(browser: Any) -> list[str]:

@@ -69,10 +69,20 @@ def test_generate_writes_images_and_what_was_spared(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_demo_writes_a_page_that_needs_no_network(tmp_path: Path) -> None:
-    result = shiva("demo", "--steps", "3", "--output", tmp_path)
+    lineup = tmp_path / "methods.yaml"
+    lineup.write_text(
+        "contenders:\n"
+        "  ToMeSD: {method: ToMeSD}\n"
+        "  LapSum: {checkpoint: models/nowhere, train: shiva train mine.yaml}\n"
+        "  Shiva 60: {checkpoint: models/shiva/60}\n"
+    )
+    result = shiva("demo", "--methods", lineup, "--steps", "3", "--output", tmp_path)
     assert result.returncode == 0, result.stderr
+    assert (tmp_path / "index.html").as_uri() in result.stdout
+    assert "left out: LapSum: models/nowhere is not here; train it: shiva train mine.yaml" in result.stdout
     page = (tmp_path / "index.html").read_text()
     assert "octopus" in page
+    assert "How Shiva 60 scored the tokens" in page
     assert page.count("data:image/png;base64") >= 24
     assert "http" not in page
     assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +13,15 @@ import pytest
 import torch
 from PIL import Image, ImageChops
 
-from browser import complaints, open_browser, requested
+from browser import PHONE, become_a_phone, complaints, open_browser, requested
 from shiva.core.trace import Trace
-from shiva.measure.style import encode, plot
+from shiva.measure.style import encode, family, plot
 from shiva.report import figures
+from shiva.report.demo import main_cast
+from shiva.report.evaluation import figure_of
 from shiva.report.figures import Point, pareto_front
-from shiva.report.page import Page
-from shiva.report.report import add, figure_of, report
+from shiva.report.page import THUMBNAIL, Page
+from shiva.report.report import add, report
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -30,6 +35,20 @@ def test_the_front_holds_what_no_other_beats() -> None:
 def test_spread_keeps_both_ends() -> None:
     assert figures.spread(range(20), 5) == [0, 5, 10, 14, 19]
     assert figures.spread([3, 4], 5) == [3, 4]
+    assert figures.spread(range(20), 1) == [0]
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("Shiva 60 cached", "Shiva"),
+        ("Sweep 60", "Shiva, untrained"),
+        ("fine-tuned", "dense"),
+        ("ToMeSD, FFN too", "other methods"),
+    ],
+)
+def test_methods_are_marked_by_their_family(name: str, title: str) -> None:
+    assert family(name).title == title
 
 
 def test_the_overlay_leaves_computed_tokens_as_they_are() -> None:
@@ -92,8 +111,8 @@ def test_a_figure_without_data_says_what_to_pass(tmp_path: Path) -> None:
 
 def evaluation(folder: Path) -> Path:
     """What `shiva eval` leaves: two prompts, three contenders, one of them without its last image."""
-    shades = {"dense": "#f00", "ToMeSD <25%>": "#0f0", "Shiva 60%": "#00f"}
-    contenders = {name: {"slug": slug} for name, slug in zip(shades, ("dense", "tomesd", "shiva-60"), strict=True)}
+    shades = {"ToMeSD <25%>": "#0f0", "dense": "#f00", "Shiva 60%": "#00f"}
+    contenders = {name: {"slug": slug} for name, slug in zip(shades, ("tomesd", "dense", "shiva-60"), strict=True)}
     settings = {"model": "models/emoji", "steps": 20, "guidance": 4.0, "prompts": "emoji"}
     run = {"settings": settings, "seeds": [0, 1], "prompts": [{"text": "a fox"}, {"text": "<b>cake</b>"}]}
     (folder / "tables").mkdir(parents=True)
@@ -107,17 +126,30 @@ def evaluation(folder: Path) -> Path:
             Image.new("RGB", (16, 16), shades[name]).save(path)
     quality = {
         "title": "Main table",
-        "columns": ["method", "PSNR, dB ↑", "paper FID ↓"],
-        "rows": [["dense", "", "1"], ["ToMeSD", "19.7", "2"], ["Shiva 60%", "20.8", "3"]],
+        "columns": ["method", "PSNR to dense, dB ↑", "MSE to dense ↓", "paper: FID ↓"],
+        "rows": [["dense", "", "", "1"], ["ToMeSD <25%>", "19.7", "0.2", "2"], ["Shiva 60%", "20.8", "0.1", "3"]],
         "caption": "PSNR to dense",
     }
     cost = {
         "title": "Cost of a step",
-        "columns": ["method", "GFLOPs", "paper's count"],
-        "rows": [["dense", "2.9", "2"], ["ToMeSD", "2.4", "2"], ["Shiva 60%", "1.8", "1"]],
+        "columns": ["method", "GFLOPs", "GFLOPs, paper's count", "latency, s"],
+        "rows": [["dense", "2.9", "2", ""], ["ToMeSD <25%>", "2.4", "2", "1.1"], ["Shiva 60%", "1.8", "1", "0.9"]],
     }
-    (folder / "tables" / "main.json").write_text(json.dumps({"tables": [quality, cost]}))
+    even = {
+        **cost,
+        "rows": [["dense", "2.9", "2", ""], ["ToMeSD <25%>", "1.9", "2", ""], ["Shiva 60%", "1.8", "1", ""]],
+    }
+    shares = {"cost": {"dense": {"share": 1.0}, "ToMeSD <25%>": {"share": 0.83}, "Shiva 60%": {"share": 0.62}}}
+    write(folder / "tables" / "main.json", {"tables": [quality, cost], "results": shares})
+    write(folder / "tables" / "matched-60.json", {"tables": [quality, even]})
+    write(
+        folder / "tables" / "categories.json", {"tables": [{"title": "By kind", "columns": ["category"], "rows": []}]}
+    )
     return folder
+
+
+def write(path: Path, document: Any) -> None:
+    path.write_text(json.dumps(document))
 
 
 def test_a_report_holds_tables_claims_figures_and_images(tmp_path: Path) -> None:
@@ -125,15 +157,80 @@ def test_a_report_holds_tables_claims_figures_and_images(tmp_path: Path) -> None
     report([evaluation(tmp_path / "eval"), REPOSITORY / "results"], output)
     page = output.read_text()
     assert page.count("data:image/png;base64") >= 5
-    assert "PSNR, dB against GFLOPs" in page  # joined over two tables
     assert "data:image/svg+xml" in page
     assert "&lt;b&gt;cake&lt;/b&gt;" in page
     assert "<b>cake" not in page
-    assert 'class="number paper">paper FID ↓' in page
+    assert 'class="number paper">paper: FID ↓' in page
+    assert 'class="number">GFLOPs, paper&#x27;s count' in page
+    assert "Its images are not here" in page  # those of results/ are not in git
+    assert "--methods recipes/eval/emoji.yaml --limit 64" in page
+    assert "softrank_speed.json" in page
     assert "no weights" in page
     assert "stratified timesteps have a lower variance" in page
     assert "One step of sd3-medium" in page
     assert 'src="http' not in page
+
+
+def test_an_evaluation_reads_in_the_order_of_its_protocols_and_tables(tmp_path: Path) -> None:
+    page = Page("Test")
+    add(page, evaluation(tmp_path / "eval"))
+    asked = [heading.split(":")[0].split(",")[0] for heading in page.sections.values()]
+    assert asked == [
+        "Evaluation",
+        "All methods",
+        "Paired differences in each category; our `symbols` are the paper's `logo`",
+        "Every method at the same true FLOPs",
+        "What the words mean",
+    ]
+    assert list(page.sections.values())[3].endswith("(matched-60)")
+    names = re.findall("<figcaption>([^<]+)</figcaption></figure>", page.parts[2])
+    assert names[:3] == ["dense", "ToMeSD &lt;25%&gt;, −17 % FLOPs", "Shiva 60%, −38 % FLOPs"]
+    words = re.findall("<dt>([^<]+)</dt>", str(page))
+    assert words == ["dense", "Shiva", "ToMeSD", "PSNR to dense", "MSE to dense", "GFLOPs", "latency", "paper:"]
+
+
+def test_quality_is_drawn_against_both_costs_but_not_at_equal_cost(tmp_path: Path) -> None:
+    page = Page("Test")
+    add(page, evaluation(tmp_path / "eval"))
+    drawn = re.findall("<figcaption>([^<]+); the line", str(page))
+    assert drawn == ["PSNR to dense, dB against GFLOPs", "PSNR to dense, dB against latency, s"]
+
+
+def test_one_prompt_can_be_shown(tmp_path: Path) -> None:
+    page = Page("Test")
+    add(page, evaluation(tmp_path / "eval"), prompts=1)
+    assert "a fox" in str(page)
+    assert "cake" not in str(page)
+
+
+def test_folders_inside_are_shown_whatever_lies_beside_them(tmp_path: Path) -> None:
+    sheet = {"title": "Speed", "columns": ["method"], "rows": [["dense"]]}
+    first, second = ({"cpu": "a", "threads": 1, "date": day} for day in ("monday", "tuesday"))
+    write(tmp_path / "one.json", {**sheet, "environment": first})
+    write(tmp_path / "two.json", {**sheet, "environment": second})
+    write(tmp_path / "other.json", [1, 2])
+    (tmp_path / "run").mkdir()
+    training_run(tmp_path / "run")
+    (tmp_path / "model").mkdir()
+    write(tmp_path / "model" / "model_index.json", {})
+    write(tmp_path / "model" / "config.json", {"not": "a checkpoint"})
+    page = Page("Test")
+    add(page, tmp_path)
+    assert list(page.sections.values()) == [tmp_path.name, "Training of run"]
+    assert "monday: . (one)" in str(page)
+    assert "tuesday: . (two)" in str(page)
+    assert page.parts[-1].endswith("other.json.</p>")
+    assert "config.json" not in page.parts[-1]
+    with pytest.raises(ValueError, match="neither tables nor claims"):
+        add(page, tmp_path / "other.json")
+
+
+def test_checkpoints_of_any_method_are_shown() -> None:
+    page = Page("Test")
+    add(page, REPOSITORY / "models")
+    shown = [Path(heading).name for heading in page.sections.values()]
+    assert {"60", "80", "dydit"} <= set(shown)
+    assert "DyDiT for" in str(page)
 
 
 def test_training_runs_are_drawn(tmp_path: Path) -> None:
@@ -176,6 +273,16 @@ def test_without_matplotlib_the_page_says_so(monkeypatch: pytest.MonkeyPatch, tm
     assert "No figure: figures need matplotlib" in str(page)
 
 
+def test_the_demo_shows_dense_and_shiva_beside_the_baselines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    contenders, _ = main_cast("recipes/eval/emoji.yaml")
+    assert next(iter(contenders)) == "dense"
+    shiva = {f"Shiva {budget}" for budget in (90, 80, 70, 60)} | {"Sweep 60"}
+    assert shiva <= contenders.keys()
+    assert {"ToMeSD", "ToFu", "SDTM", "ToMA", "IBTM"} <= contenders.keys()
+    assert {"NeuralSort", "SparseDiT", "DyDiT", "DiffCR"} <= contenders.keys()
+
+
 def visible(browser: Any) -> list[str]:
     shots = browser.find_elements("css selector", ".shot")
     return [shot.text.splitlines()[0] for shot in shots if shot.is_displayed()]
@@ -200,8 +307,14 @@ def test_a_browser_shows_one_prompt_at_a_time_and_asks_the_network_for_nothing(t
         assert visible(browser) == ["a fox", "<b>cake</b>"]
         images = browser.find_elements("tag name", "img")
         assert all(browser.execute_script("return arguments[0].naturalWidth > 0", image) for image in images)
-        browser.set_window_size(500, 900)  # a phone: only tables scroll sideways, each on its own
-        assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+        become_a_phone(browser)  # only tables and plots scroll sideways, each on its own
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= PHONE
+        row, box = browser.find_element("css selector", "tbody th"), browser.find_element("css selector", ".wide")
+        assert box.get_attribute("tabindex") == "0"
+        browser.execute_script("arguments[0].scrollLeft = 999", row.find_element("xpath", "ancestor::div[1]"))
+        assert 0 <= row.rect["x"] < PHONE / 2  # the method's name stays in sight
+        plots = browser.find_elements("css selector", ".plot img")
+        assert all(plot.size["width"] > 600 for plot in plots)
         assert complaints(browser) == []
         assert requested(browser) == [output.as_uri()]
 
@@ -216,14 +329,20 @@ def test_the_page_reads_without_javascript(tmp_path: Path) -> None:
         assert not browser.find_element("css selector", ".controls").is_displayed()
 
 
-def test_the_gallery_shows_the_images_it_was_given() -> None:
-    import base64
-    import io
-    import re
+def embedded(page: Page, kind: str) -> Any:
+    found = re.search(rf"data:image/{kind};base64,([^\"]+)", str(page))
+    assert found is not None
+    return Image.open(io.BytesIO(base64.b64decode(found[1])))
 
+
+def test_the_gallery_shows_the_images_it_was_given() -> None:
     page, image = Page("Test"), Image.new("RGB", (4, 4), "#123456")
     page.gallery(["dense"], [("a", [image])])
-    found = re.search(r"data:image/png;base64,([^\"]+)", str(page))
-    assert found is not None
-    shown = Image.open(io.BytesIO(base64.b64decode(found[1])))
-    assert ImageChops.difference(shown, image).getbbox() is None
+    assert ImageChops.difference(embedded(page, "png"), image).getbbox() is None
+
+
+def test_large_images_are_reduced() -> None:
+    page = Page("Test")
+    page.gallery(["dense"], [("a", [Image.effect_noise((1024, 512), 60)])])
+    assert embedded(page, "webp").size == (THUMBNAIL, THUMBNAIL // 2)
+    assert len(str(page)) < 100_000

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import ImageChops
+from PIL import Image, ImageChops
+from typer.testing import CliRunner
 
 from browser import PATIENCE, complaints, installed, open_browser, requested
+from shiva.cli import app
 from shiva.measure.generate import load_with_arguments
 from shiva.methods import Shiva
 from shiva.report import serve
@@ -37,6 +39,9 @@ def test_budget_one_is_the_dense_image_and_less_is_what_was_planned(studio: Stud
 
     part, plan = studio.draw(Request("red apple", 3, 4, 0.6)), studio.plan(0.6, 4)
     assert part.dense is whole.dense  # remembered: dragging the budget draws one image
+    assert (whole.remembered, part.remembered) == (False, True)
+    assert " s when first drawn |" in serve.tell(part)
+    assert " s when first drawn |" not in serve.tell(whole)
     assert ImageChops.difference(part.dense, part.reduced).getbbox() is not None
     torch.testing.assert_close(part.masks.float().mean(dim=(-2, -1)), plan.keep)
     assert part.flops == pytest.approx(plan.flops)
@@ -84,6 +89,51 @@ def test_without_gradio_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_studio_takes_another_shiva(studio: Studio) -> None:
     assert isinstance(studio.source, Shiva)
     assert studio.method(0.7).config.budget == 0.7
+
+
+def test_a_port_that_is_none_is_refused() -> None:
+    result = CliRunner().invoke(app, ["serve", "--port", "0"])
+    assert result.exit_code == 2
+    assert "--port" in result.output
+
+
+# -- several people --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_people_at_once_see_their_own(studio: Studio) -> None:
+    from gradio_client import Client
+
+    page = serve.build(studio, "Shiva on emoji", "untrained", steps=4)
+    address = launched(page)
+    try:
+        asked = {"red apple": 1.0, "a fox": 0.4}
+        people = {prompt: Client(address, verbose=False) for prompt in asked}
+        drawings = {
+            prompt: people[prompt].submit(prompt, 5, 4, budget, 3, 2, api_name="/draw")
+            for prompt, budget in asked.items()
+        }
+        for prompt, budget in asked.items():
+            expected = studio.draw(Request(prompt, 5, 4, budget))
+            dense, reduced, told, *_ = drawings[prompt].result(timeout=PATIENCE)
+            assert same_image(dense, serve.enlarge(expected.dense))
+            assert same_image(reduced, serve.enlarge(expected.reduced))
+            assert ("identical" in told) == (budget == 1.0)
+            _, share = people[prompt].predict(3, 2, api_name="/mask")
+            assert share == f"{expected.masks[2, 3].float().mean():.0%} of 256 tokens"
+    finally:
+        page.close()
+
+
+def test_a_newcomer_sees_the_table_however_many_drawings_wait(studio: Studio) -> None:
+    page = serve.build(studio, "Shiva on emoji", "untrained", steps=4)
+    queued = {function.api_name: function.queue for function in page.fns.values()}
+    assert queued == {"draw": True, "preview": False, "mask": False}
+
+
+def same_image(file: str, image: Any) -> bool:
+    with Image.open(file) as shown:
+        return ImageChops.difference(shown.convert("RGB"), image.convert("RGB")).getbbox() is None
 
 
 # -- in a browser ----------------------------------------------------------------------------------------

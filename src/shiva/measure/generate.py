@@ -6,10 +6,10 @@ import contextlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import diffusers
 import torch
@@ -28,6 +28,12 @@ Source = str | Path | ShivaCheckpoint | MethodConfig
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+class Entrant(Protocol):
+    """Whoever attaches itself to a pipeline for a while, or leaves it dense."""
+
+    def attached(self, pipe: Any) -> contextlib.AbstractContextManager[Session | None]: ...
+
+
 @dataclass(frozen=True)
 class Contender:
     """A method and the options it runs under; None is the dense pipeline."""
@@ -36,7 +42,7 @@ class Contender:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @contextlib.contextmanager
-    def attached(self, pipe: Any) -> Any:
+    def attached(self, pipe: Any) -> Iterator[Session | None]:
         if self.source is None:
             yield None
         else:
@@ -94,20 +100,30 @@ def load_with_arguments(model: str | Path, dtype: str = "float32") -> tuple[Any,
     return load_pipeline(model, dtype), {}
 
 
+def warm_up(pipe: Any, prompt: str, guidance: float, **arguments: Any) -> None:
+    """A short dense run whose time nobody takes: the first of a process is slow, and dense is the measure."""
+    pipe(prompt=[prompt], num_inference_steps=3, guidance_scale=guidance, **arguments)
+
+
 def generate(
     pipe: Any,
     prompts: Sequence[str],
-    contenders: Mapping[str, Contender],
+    contenders: Mapping[str, Entrant],
     *,
     steps: int,
     guidance: float,
     seed: int,
     rounds: int = 1,
+    batch: int | None = None,
     trace: bool = False,
     progress: Callable[[str, int], None] = lambda name, step: None,
     **arguments: Any,
 ) -> dict[str, Outcome]:
-    """Run every contender on the same prompts and noise, in turns; the same seed gives the same images."""
+    """Run every contender on the same prompts and noise, in turns; the same seed gives the same images.
+
+    A call holds `batch` prompts, or all of them; some methods share choices over a call. The summary is of the last.
+    """
+    size = batch or len(prompts)
     outcomes: dict[str, Outcome] = {}
     for _ in range(rounds):
         for name, contender in contenders.items():
@@ -118,16 +134,19 @@ def generate(
 
             with contender.attached(pipe) as session, tracing(session, trace) as seen:
                 start = time.perf_counter()
-                images = pipe(
-                    prompt=list(prompts),
-                    num_inference_steps=steps,
-                    guidance_scale=guidance,
-                    generator=[torch.Generator().manual_seed(seed + i) for i in range(len(prompts))],
-                    callback_on_step_end=tick,
-                    **arguments,
-                ).images
+                images = []
+                for first in range(0, len(prompts), size):
+                    called = list(prompts[first : first + size])
+                    images += pipe(
+                        prompt=called,
+                        num_inference_steps=steps,
+                        guidance_scale=guidance,
+                        generator=[torch.Generator().manual_seed(seed + first + i) for i in range(len(called))],
+                        callback_on_step_end=tick,
+                        **arguments,
+                    ).images
                 seconds = time.perf_counter() - start
-                summary = session.summary() if isinstance(session, Session) else None
+                summary = None if session is None else session.summary()
             if name in outcomes:
                 outcomes[name].seconds.append(seconds)
                 outcomes[name].trace = seen

@@ -4,22 +4,44 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shiva.checkpoint import write_atomically
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 """Okabe and Ito's colours, which the colour-blind tell apart."""
-SHIVA, OTHER, DENSE, QUIET = "#D55E00", "#0072B2", "#000000", "#cbd5e1"
-"""Shiva, the other methods, the dense model, and what is only there for reference."""
+SHIVA, UNTRAINED, OTHER, DENSE, QUIET = "#D55E00", "#E69F00", "#0072B2", "#000000", "#cbd5e1"
+"""Shiva, Shiva without training, the other methods, the dense model, and what is only there for reference."""
 MAP = "cividis"
 """Of heat maps: even in lightness, and the same to the colour-blind."""
 
 
-def colour(name: str) -> str:
+class Family(NamedTuple):
+    """Methods of one kind, which figures and tables mark alike."""
+
+    title: str
+    colour: str
+    marker: str
+    prefixes: tuple[str, ...]
+    """How the names of its members start, in lower case."""
+    ours: bool = False
+
+
+FAMILIES = (
+    Family("Shiva", SHIVA, "o", ("shiva",), ours=True),
+    Family("Shiva, untrained", UNTRAINED, "^", ("sweep",), ours=True),
+    Family("dense", DENSE, "D", ("dense", "fine-tuned")),
+    Family("other methods", OTHER, "s", ("",)),
+)
+
+
+def family(name: str) -> Family:
     """Of a method by its name."""
-    lowered = name.lower()
-    return SHIVA if lowered.startswith("shiva") else DENSE if lowered.startswith("dense") else OTHER
+    return next(family for family in FAMILIES if name.lower().startswith(family.prefixes))
+
+
+def colour(name: str) -> str:
+    return family(name).colour
 
 
 def plot(width: float = 7.0, height: float = 4.0, panels: int = 1, rows: int = 1) -> tuple[Any, Any]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,43 +17,59 @@ from rich.table import Table
 from shiva.checkpoint import write_atomically
 from shiva.measure.contenders import shiva_entry
 from shiva.measure.environment import environment
-from shiva.measure.generate import Contender, Outcome, generate, load_with_arguments, psnr, quiet
+from shiva.measure.evaluation.lineup import DENSE, Contender, read_lineup, slug
+from shiva.measure.generate import Outcome, generate, load_with_arguments, psnr, quiet, warm_up
 from shiva.measure.shapes import shape
 from shiva.measure.step import measure_step, step_sheet
 from shiva.measure.style import save
-from shiva.methods import Shiva, ToMeSD
 from shiva.report import figures
+from shiva.report.glossary import meanings
 from shiva.report.page import Page, drawing
 
-PROMPTS = (
-    "pizza",
-    "red apple",
-    "strawberry",
-    "birthday cake",
-    "dog face",
-    "a fox",
-    "octopus",
-    "sunflower",
-    "rocket",
-    "castle",
-    "guitar",
-    "smiling face with sunglasses",
-)
-BUDGETS = (0.9, 0.8, 0.7, 0.6)
-SWEEPS = (0.6, 0.4)
-DENSE = "dense"
+PROMPTS = ("pizza", "red apple", "birthday cake", "dog face", "a fox", "octopus", "sunflower", "rocket")
+TURNS = 2
+"""Parts that the prompts are drawn in, every method after the other in each, so that all meet the same machine."""
+LOOKED_INTO = ("Shiva 80", "Shiva 60", "Sweep 40")
+"""Whose chosen tokens are shown; the first two are of two checkpoints, whose scores are compared."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a contender made of the prompts, in its turns."""
+
+    name: str
+    turns: Sequence[Outcome]
+
+    @property
+    def images(self) -> list[Any]:
+        return [image for turn in self.turns for image in turn.images]
+
+    @property
+    def seconds(self) -> float:
+        """Of an image."""
+        return statistics.median(turn.median / len(turn.images) for turn in self.turns)
+
+    @property
+    def flops(self) -> float:
+        """As a share of dense."""
+        return statistics.fmean(1.0 if turn.summary is None else turn.summary.flops_share for turn in self.turns)
+
+    def closeness(self, dense: Entry) -> float:
+        """Mean PSNR to the dense images."""
+        return statistics.fmean(psnr(a, b) for a, b in zip(self.images, dense.images, strict=True))
 
 
 def demo(
     model: Annotated[Path, typer.Option(help="Folder of the embedded pipeline")] = Path("models/emoji"),
-    checkpoints: Annotated[Path, typer.Option(help="Folder of Shiva checkpoints for it")] = Path("models/shiva"),
+    methods: Annotated[str, typer.Option(help="YAML file of contenders; those of its main table are shown")] = (
+        "recipes/eval/emoji.yaml"
+    ),
     output: Annotated[Path, typer.Option(help="Where images and page go")] = Path("outputs/demo"),
     steps: Annotated[int, typer.Option(help="Denoising steps", min=3)] = 20,
     guidance: Annotated[float, typer.Option(help="Guidance scale")] = 4.0,
     seed: Annotated[int, typer.Option(help="Seed of the first prompt's noise")] = 0,
-    rounds: Annotated[int, typer.Option(help="Turns that every method is timed in", min=1)] = 2,
 ) -> None:
-    """Generate a grid of prompts dense and reduced, and show images, time and FLOPs side by side."""
+    """Generate a grid of prompts dense and by every method, and show images, time and FLOPs side by side."""
     console = Console()
     if not model.is_dir():
         console.print(f"[yellow]{model} is not here[/]; measuring a slice of SD3-Medium at its real width instead")
@@ -62,87 +80,80 @@ def demo(
         return
     quiet()
     pipe, arguments = load_with_arguments(model)
-    contenders = operating_points(checkpoints)
+    contenders, left_out = main_cast(methods)
+    how: dict[str, Any] = {"steps": steps, "guidance": guidance, **arguments}
+    warm_up(pipe, PROMPTS[0], guidance, **arguments)
+    turns: dict[str, list[Outcome]] = {name: [] for name in contenders}
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("generating", total=rounds * steps * len(contenders))
-        outcomes = generate(
-            pipe,
-            PROMPTS,
-            contenders,
-            steps=steps,
-            guidance=guidance,
-            seed=seed,
-            rounds=rounds,
-            progress=lambda name, step: progress.update(task, advance=1, description=name),
-            **arguments,
-        )
-    rows = comparison(outcomes)
-    console.print(draw_table(rows, steps))
-    page = draw_page(outcomes, rows, steps, guidance)
-    lowest = [point("Shiva", BUDGETS[-1]), point("Sweep", SWEEPS[-1])]
-    closer = {name: contenders[name] for name in lowest if name in contenders}
-    seen = generate(pipe, PROMPTS[:1], closer, steps=steps, guidance=guidance, seed=seed, trace=True, **arguments)
-    page.heading("Which tokens")
-    for name, outcome in seen.items():
-        draw_choices(page, name, PROMPTS[0], outcome)
-    sign(page)
-    for name, outcome in outcomes.items():
-        folder = output / name.replace(" ", "-")
-        folder.mkdir(parents=True, exist_ok=True)
-        for prompt, image in zip(PROMPTS, outcome.images, strict=True):
-            image.save(folder / f"{prompt.replace(' ', '-')}.png")
-    with drawing(page):
-        save_grid(outcomes, output / "grid.png")
-    write_atomically(output / "index.html", str(page).encode())
-    console.print(f"images and page: {output / 'index.html'}")
-
-
-def operating_points(folder: Path) -> dict[str, Contender]:
-    """Dense, Shiva's four budgets from the nearest trained checkpoint, and the moving band, which needs none."""
-    found = {float(path.name) / 100: path for path in folder.glob("*") if path.name.isdigit()}
-    points = {DENSE: Contender(None)}
-    if not found:
-        points["ToMeSD 25 % merged"] = Contender(ToMeSD.preset("paper"))
-    for budget in BUDGETS if found else ():
-        trained = min(found, key=lambda at: (abs(at - budget), at))
-        points[point("Shiva", budget)] = Contender(found[trained], {"budget": budget})
-    return points | {point("Sweep", budget): Contender(Shiva.preset("sweep", budget=budget)) for budget in SWEEPS}
-
-
-def point(method: str, budget: float) -> str:
-    return f"{method} {budget:.0%}"
-
-
-HEADINGS = ("method", "speed-up", "FLOPs", "FLOPs limit", "PSNR to dense")
-
-
-def flops_share(outcome: Outcome) -> float:
-    return 1.0 if outcome.summary is None else outcome.summary.flops_share
-
-
-def closeness(outcome: Outcome, dense: Outcome) -> float:
-    """Mean PSNR to the dense images."""
-    return statistics.fmean(psnr(a, b) for a, b in zip(outcome.images, dense.images, strict=True))
-
-
-def comparison(outcomes: dict[str, Outcome]) -> list[tuple[str, ...]]:
-    dense = outcomes[DENSE]
-    rows: list[tuple[str, ...]] = []
-    for name, outcome in outcomes.items():
-        share = flops_share(outcome)
-        rows.append(
-            (
-                name,
-                f"{dense.median / outcome.median:.2f}x",
-                f"{share:.1%}",
-                f"{1 / share:.2f}x",
-                "" if outcome is dense else f"{closeness(outcome, dense):.1f} dB",
+        task = progress.add_task("generating", total=steps * len(contenders) * len(PROMPTS))
+        for first in range(0, len(PROMPTS), len(PROMPTS) // TURNS):
+            drawn = generate(
+                pipe,
+                PROMPTS[first : first + len(PROMPTS) // TURNS],
+                contenders,
+                seed=seed + first,
+                batch=1,
+                progress=lambda name, step: progress.update(task, advance=1, description=name),
+                **how,
             )
+            for name, outcome in drawn.items():
+                turns[name].append(outcome)
+    made = [Entry(name, outcomes) for name, outcomes in turns.items()]
+    rows = comparison(made)
+    console.print(draw_table(rows, steps))
+    page = draw_page(made, rows, steps, guidance)
+    for reason in left_out:
+        console.print(f"left out: {reason}", markup=False)
+        page.note(f"Left out: {reason}")
+    closer = {name: contenders[name] for name in LOOKED_INTO if name in contenders}
+    page.heading("Which tokens")
+    draw_choices(page, PROMPTS[0], generate(pipe, PROMPTS[:1], closer, seed=seed, trace=True, **how))
+    page.heading("What the words mean")
+    page.glossary(meanings(HEADINGS, contenders))
+    sign(page)
+    for entry in made:
+        folder = output / slug(entry.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        for prompt, image in zip(PROMPTS, entry.images, strict=True):
+            image.save(folder / f"{slug(prompt)}.png")
+    with drawing(page):
+        save_grid(made, output / "grid.png")
+    write_atomically(output / "index.html", str(page).encode())
+    console.print(f"images and page: {(output / 'index.html').resolve().as_uri()}", soft_wrap=True)
+
+
+def main_cast(methods: str) -> tuple[dict[str, Contender], list[str]]:
+    """Dense first, then whoever of the main table has what it needs here; also why the others are left out."""
+    lineup = read_lineup(methods)
+    contenders, left_out = {DENSE: Contender()}, []
+    for name in lineup.cast("main"):
+        try:
+            lineup.contenders[name].config()
+            contenders[name] = lineup.contenders[name]
+        except FileNotFoundError as error:
+            left_out.append(f"{name}: {error}")
+    return contenders, left_out
+
+
+HEADINGS = ("method", "s an image", "speed-up", "FLOPs", "limit", "PSNR to dense")
+
+
+def comparison(made: Sequence[Entry]) -> list[tuple[str, ...]]:
+    dense = made[0]
+    return [
+        (
+            entry.name,
+            f"{entry.seconds:.2f}",
+            f"{dense.seconds / entry.seconds:.2f}x",
+            f"{entry.flops:.1%}",
+            f"{1 / entry.flops:.2f}x",
+            "" if entry is dense else f"{entry.closeness(dense):.1f} dB",
         )
-    return rows
+        for entry in made
+    ]
 
 
-def draw_table(rows: list[tuple[str, ...]], steps: int) -> Table:
+def draw_table(rows: Sequence[tuple[str, ...]], steps: int) -> Table:
     table = Table(title=f"{len(PROMPTS)} images, {steps} steps, on the embedded emoji model")
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == "method" else "right")
@@ -151,48 +162,56 @@ def draw_table(rows: list[tuple[str, ...]], steps: int) -> Table:
     return table
 
 
-def draw_page(outcomes: dict[str, Outcome], rows: list[tuple[str, ...]], steps: int, guidance: float) -> Page:
+def draw_page(made: Sequence[Entry], rows: Sequence[tuple[str, ...]], steps: int, guidance: float) -> Page:
     page = Page("Shiva on the embedded emoji model")
     page.text(
         f"The same prompts and the same noise, {steps} steps at guidance {guidance:g}. Speed-ups are ratios within "
         "this run; the model has 256 image tokens, so overhead weighs more than at 1024 x 1024."
     )
     page.heading("Images")
-    names = list(outcomes)
-    page.gallery(names, [(prompt, [outcomes[name].images[i] for name in names]) for i, prompt in enumerate(PROMPTS)])
+    page.gallery(
+        [captioned(entry) for entry in made],
+        [(prompt, [entry.images[i] for entry in made]) for i, prompt in enumerate(PROMPTS)],
+    )
     page.heading("Cost and closeness")
     page.table(HEADINGS, rows)
-    dense = outcomes[DENSE]
-    points = [
-        figures.Point(name, 100 * flops_share(outcome), closeness(outcome, dense))
-        for name, outcome in outcomes.items()
-        if outcome is not dense
-    ]
+    dense, *reduced = made
+    closeness = {entry.name: entry.closeness(dense) for entry in reduced}
     with drawing(page):
-        drawn = figures.quality_cost(points, "FLOPs, % of dense", "PSNR to dense, dB")
-        page.figure(drawn, "Closeness to the dense images against true FLOPs. The dense model is at 100 %.")
+        for cost, prices in (
+            ("FLOPs, % of dense", {entry.name: 100 * entry.flops for entry in reduced}),
+            ("seconds an image", {entry.name: entry.seconds for entry in reduced}),
+        ):
+            points = [figures.Point(name, prices[name], close) for name, close in closeness.items()]
+            drawn = figures.quality_cost(points, cost, "PSNR to dense, dB")
+            page.figure(drawn, f"Closeness to the dense images against {cost}; the line joins what none beats.")
     return page
 
 
-def save_grid(outcomes: dict[str, Outcome], path: Path) -> None:
+def captioned(entry: Entry) -> str:
+    saved = round(100 * (1 - entry.flops))
+    return f"{entry.name}, −{saved} % FLOPs" if saved else entry.name
+
+
+def save_grid(made: Sequence[Entry], path: Path) -> None:
     """All images in one picture: a row for each method, a column for each prompt."""
-    rows = [
-        (f"{name}\n{flops_share(outcome):.0%} of FLOPs" if outcome.summary else name, outcome.images)
-        for name, outcome in outcomes.items()
-    ]
+    rows = [(captioned(entry).replace(", −", "\n−"), entry.images) for entry in made]
     save(figures.image_grid([textwrap.fill(prompt, 16) for prompt in PROMPTS], rows), path)
 
 
-def draw_choices(page: Page, name: str, prompt: str, outcome: Outcome) -> None:
-    """The table a run used and the tokens it computed."""
-    trace = outcome.trace
-    if trace is None or not trace.positions:
-        return
+def draw_choices(page: Page, prompt: str, outcomes: dict[str, Outcome]) -> None:
+    """The tables that runs used and the tokens they computed; how routers scored them."""
+    traces = {name: outcome.trace for name, outcome in outcomes.items() if outcome.trace is not None}
+    scored = {name: trace for name, trace in traces.items() if trace.scores}
     with drawing(page):
-        kept = figures.schedule_map(trace.keep(), list(trace.timesteps.values()))
-        page.figure(kept, f"{name}: share of tokens that each layer ran on at each step.")
-        masks = figures.token_masks(outcome.images[0], trace)
-        page.figure(masks, f"{name}, “{prompt}”: what was computed in colour, the rest veiled.", photo=True)
+        for name, trace in traces.items():
+            kept = figures.schedule_map(trace.keep(), list(trace.timesteps.values()))
+            page.figure(kept, f"{name}: share of tokens that each layer ran on at each step.")
+            masks = figures.token_masks(outcomes[name].images[0], trace)
+            page.figure(masks, f"{name}, “{prompt}”: what was computed in colour, the rest veiled.", photo=True)
+        if scored:
+            drawn = figures.score_maps(scored)
+            page.figure(drawn, f"How {' and '.join(scored)} scored the tokens of “{prompt}”.", photo=True)
 
 
 def sign(page: Page) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shiva.core.trace import Trace
-from shiva.measure.style import DENSE, MAP, OTHER, PALETTE, QUIET, SHIVA, colour, plot
+from shiva.measure.style import FAMILIES, MAP, PALETTE, QUIET, family, plot
 
 SHOWN = 5
 """Steps and layers that a figure of masks or scores shows, spread evenly over a run."""
@@ -49,12 +49,11 @@ def quality_cost(points: Sequence[Point], cost: str, quality: str, higher_is_bet
     figure, (axis,) = plot(7.5, 4.4)
     front = pareto_front(points, higher_is_better)
     axis.step([p.cost for p in front], [p.quality for p in front], where="post", color=QUIET, zorder=1, label="front")
-    families = {SHIVA: ("o", "Shiva"), OTHER: ("s", "other methods"), DENSE: ("D", "dense")}
-    for shade, (marker, family) in families.items():
-        members = [p for p in points if colour(p.name) == shade]
+    for kind in FAMILIES:
+        members = [p for p in points if family(p.name) == kind]
         if members:
             places = [p.cost for p in members], [p.quality for p in members]
-            axis.scatter(*places, color=shade, marker=marker, s=46, zorder=2, label=family)
+            axis.scatter(*places, color=kind.colour, marker=kind.marker, s=46, zorder=2, label=kind.title)
     axis.margins(0.12)
     for point, (right, up) in zip(points, label_offsets(points), strict=True):
         axis.annotate(
@@ -105,10 +104,10 @@ def schedule_map(ratios: Tensor, timesteps: Sequence[float], title: str = "share
 
 
 def spread(values: Sequence[int], count: int) -> list[int]:
-    """At most `count` of the values, first and last among them."""
+    """At most `count` of the values, first and last among them; of one, the first."""
     if len(values) <= count:
         return list(values)
-    return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
+    return [values[round(i * (len(values) - 1) / max(count - 1, 1))] for i in range(count)]
 
 
 def overlay(image: Any, mask: Tensor, size: int = 384) -> Any:
@@ -152,12 +151,12 @@ def score_maps(traces: Mapping[str, Trace], layer: int | None = None) -> Any:
 
     Names are checkpoints, such as one of stratified and one of fixed training.
     """
-    first = next(iter(traces.values()))
-    scored = sorted({found for _, found in first.scores})
-    if not scored:
-        raise ValueError("no token was scored in this run; trace a method with a router below budget 1")
-    layer = scored[len(scored) // 2] if layer is None else layer
-    steps = spread(sorted(step for step, found in first.scores if found == layer), SHOWN - 1)
+    scored = set.intersection(*(set(trace.scores) for trace in traces.values()))
+    layers = sorted({found for _, found in scored})
+    if not layers:
+        raise ValueError("no token was scored in all of these runs; trace methods with a router below budget 1")
+    layer = layers[len(layers) // 2] if layer is None else layer
+    steps = spread(sorted(step for step, found in scored if found == layer), SHOWN - 1)
     figure, axes = plot(1.7 * (len(steps) + 1) + 0.6, 1.7 * len(traces) + 0.7, len(steps) + 1, rows=len(traces))
     cells = iter(axes)
     for name, trace in traces.items():

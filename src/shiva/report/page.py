@@ -7,20 +7,21 @@ import contextlib
 import html
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shiva.measure.style import encode
+from shiva.measure.style import encode, family
 
 STYLE = """
-:root { color-scheme: light dark; --line: #8884; --soft: #8881; --dim: #777; --shiva: #b34700; }
+:root { color-scheme: light dark; --page: #fff; --line: #8884; --soft: #8881; --dim: #666; --shiva: #b34700; }
 @media (prefers-color-scheme: dark) {
-  :root { --dim: #999; --shiva: #ff9a4d; } body { background: #16181c; color: #e6e6e6; }
+  :root { --page: #16181c; --dim: #999; --shiva: #ff9a4d; } body { color: #e6e6e6; }
   .plot img { filter: invert(.91) hue-rotate(180deg); }
 }
 * { box-sizing: border-box; }
-body { font: 16px/1.55 system-ui, sans-serif; max-width: 76rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
+body { background: var(--page); font: 16px/1.55 system-ui, sans-serif; }
+body { max-width: 76rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
 h1 { font-size: 1.7rem; margin: .5rem 0; } h2 { font-size: 1.25rem; margin: 2.8rem 0 .6rem; }
 h3 { font-size: 1rem; margin: 1.4rem 0 .5rem; }
 p { max-width: 48rem; } a { color: inherit; }
@@ -29,12 +30,15 @@ nav { display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; padding: .5rem 0; borde
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
 caption { text-align: left; font-weight: 600; padding: .4rem 0; }
 th, td { padding: .34rem .75rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
-thead th { background: var(--soft); vertical-align: bottom; } .number { text-align: right; white-space: nowrap; }
-tr.shiva td:first-child { color: var(--shiva); font-weight: 600; } .paper { color: var(--dim); }
+thead th { background: linear-gradient(var(--soft), var(--soft)) var(--page); vertical-align: bottom; }
+tbody th { background: var(--page); font-weight: 400; } th:first-child { position: sticky; left: 0; }
+.number { text-align: right; white-space: nowrap; } .paper { color: var(--dim); }
+tr.shiva th { color: var(--shiva); font-weight: 600; }
+dl { max-width: 60rem; } dt { font-weight: 600; } dd { margin: 0 0 .5rem; }
 .note, figcaption, footer { color: var(--dim); font-size: .85rem; }
 figure { margin: 0; } img { display: block; max-width: 100%; height: auto; }
-.plot { display: inline-block; vertical-align: top; max-width: min(100%, 46rem); margin: .6rem 1.2rem .6rem 0; }
-.plot img { border-radius: 6px; }
+.plot { display: inline-block; vertical-align: top; max-width: min(100%, 46rem); margin: .6rem 0; }
+.plot img { border-radius: 6px; } .plot img, .photo img { min-width: 38rem; }
 .gallery { margin-top: .5rem; }
 .controls { display: flex; flex-wrap: wrap; gap: .5rem; align-items: center; padding: .5rem 0; }
 .controls[hidden], .shot[hidden] { display: none; }
@@ -61,6 +65,10 @@ for (const gallery of document.querySelectorAll(".gallery")) {
 """
 
 KINDS = {"png": "png", "svg": "svg+xml"}
+THUMBNAIL = 352
+"""Pixels across of the widest image in a gallery: twice what it is shown at."""
+PAPER = re.compile(r"paper(:|$)", re.IGNORECASE)
+"""Headings of the paper's own figures; `paper's count` is ours, in its way of counting."""
 NUMBER = re.compile(r"^[-+±−<>~]?\s*[\d.,]+\s*(?:[%x×a-zA-Zµ/]{0,6})?(?:\s*±.*)?$|^(?:inf|nan|∞)?$")
 
 
@@ -72,9 +80,14 @@ def anchor(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "part"
 
 
-def family(name: str) -> str:
+def standing_out(name: str) -> str:
     """The class of a row or picture: Shiva's own stand out."""
-    return ' class="shiva"' if name.lower().startswith("shiva") else ""
+    return ' class="shiva"' if family(name).ours else ""
+
+
+def scrolling(content: str, label: str) -> str:
+    """What may be wider than a phone, in a box that scrolls by finger and by keyboard."""
+    return f'<div class="wide" tabindex="0" role="region" aria-label="{escape(label)}">{content}</div>'
 
 
 def data_url(data: bytes, kind: str) -> str:
@@ -82,11 +95,13 @@ def data_url(data: bytes, kind: str) -> str:
 
 
 def picture(image: Any, alt: str) -> str:
-    """A PIL image as an <img> that carries its own bytes."""
-    data = io.BytesIO()
-    image.save(data, format="PNG", optimize=True)
+    """A PIL image as an <img> that carries its own bytes: a small one as it is, a large one reduced."""
+    data, kind = io.BytesIO(), "png" if image.width <= THUMBNAIL else "webp"
+    if kind == "webp":
+        image = image.convert("RGB").resize((THUMBNAIL, round(THUMBNAIL * image.height / image.width)))
+    image.save(data, format=kind, optimize=True)
     width, height = image.size
-    return f'<img src="{data_url(data.getvalue(), "png")}" alt="{escape(alt)}" width="{width}" height="{height}">'
+    return f'<img src="{data_url(data.getvalue(), kind)}" alt="{escape(alt)}" width="{width}" height="{height}">'
 
 
 @dataclass
@@ -115,50 +130,52 @@ class Page:
         """Rows under headings; the paper's columns are grey, figures align to the right."""
         numeric = [bool(rows) and all(NUMBER.match(str(row[i])) for row in rows) for i in range(len(headings))]
         marks = [
-            f' class="{" ".join(["number"] * is_number + ["paper"] * ("paper" in heading.lower()))}"'
+            f' class="{" ".join(["number"] * is_number + ["paper"] * bool(PAPER.match(heading)))}"'
             for heading, is_number in zip(headings, numeric, strict=True)
         ]
         marks = [mark if '""' not in mark else "" for mark in marks]
         head = "".join(f'<th scope="col"{m}>{escape(cell)}</th>' for m, cell in zip(marks, headings, strict=True))
         body = "".join(
-            f"<tr{family(str(row[0]))}>"
-            + "".join(f"<td{m}>{escape(cell)}</td>" for m, cell in zip(marks, row, strict=True))
+            f'<tr{standing_out(str(row[0]))}><th scope="row"{marks[0]}>{escape(row[0])}</th>'
+            + "".join(f"<td{m}>{escape(cell)}</td>" for m, cell in zip(marks[1:], row[1:], strict=True))
             + "</tr>"
             for row in rows
         )
         caption = f"<caption>{escape(title)}</caption>" if title else ""
-        self.parts.append(
-            f'<div class="wide"><table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-        )
+        content = f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        self.parts.append(scrolling(content, title or f"table by {headings[0]}"))
         if note:
             self.note(note)
+
+    def glossary(self, terms: Mapping[str, str]) -> None:
+        entries = "".join(f"<dt>{escape(term)}</dt><dd>{escape(meaning)}</dd>" for term, meaning in terms.items())
+        self.parts.append(f"<dl>{entries}</dl>")
 
     def figure(self, drawn: Any, caption: str, photo: bool = False) -> None:
         """A matplotlib figure, or the bytes of a PNG; `photo` holds pictures, which a dark page must not invert."""
         form = "png" if photo or isinstance(drawn, bytes) else "svg"
         url = data_url(drawn if isinstance(drawn, bytes) else encode(drawn, form), KINDS[form])
         name = "photo" if photo else "plot"
-        self.parts.append(
-            f'<figure class="{name}"><img src="{url}" alt="{escape(caption)}">'
-            f"<figcaption>{escape(caption)}</figcaption></figure>"
-        )
+        box = scrolling(f'<img src="{url}" alt="{escape(caption)}">', "figure")
+        self.parts.append(f'<figure class="{name}">{box}<figcaption>{escape(caption)}</figcaption></figure>')
 
-    def gallery(self, columns: Sequence[str], rows: Sequence[tuple[str, Sequence[Any]]]) -> None:
+    def gallery(self, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[Any]]]) -> None:
         """Images of every method (columns) for one prompt (row) at a time; without JavaScript, all of them."""
-        choices = "".join(f'<option value="{i}">{escape(name)}</option>' for i, (name, _) in enumerate(rows))
-        controls = (
-            f'<div class="controls" hidden><label>Prompt <select>{choices}<option value="all">all prompts</option>'
-            '</select></label><button type="button">Previous</button><button type="button">Next</button></div>'
-        )
-        shots = []
-        for name, images in rows:
+        choices, shots = [], []
+        for index, (name, images) in enumerate(rows):
             cells = "".join(
-                f"<figure{family(column)}>{picture(image, f'{name}, {column}')}"
+                f"<figure{standing_out(column)}>{picture(image, f'{name}, {column}')}"
                 f"<figcaption>{escape(column)}</figcaption></figure>"
                 for column, image in zip(columns, images, strict=True)
                 if image is not None
             )
+            choices.append(f'<option value="{index}">{escape(name)}</option>')
             shots.append(f'<section class="shot"><h3>{escape(name)}</h3><div class="cells">{cells}</div></section>')
+        controls = (
+            f'<div class="controls" hidden><label>Prompt <select>{"".join(choices)}'
+            '<option value="all">all prompts</option></select></label>'
+            '<button type="button">Previous</button><button type="button">Next</button></div>'
+        )
         self.parts.append(f'<div class="gallery">{controls}{"".join(shots)}</div>')
 
     def footer(self, text: str) -> None:

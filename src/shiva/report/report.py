@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from shiva.checkpoint import CONFIG_FILE, ShivaCheckpoint, write_atomically
+from shiva.checkpoint import CONFIG_FILE, WEIGHTS_FILE, ShivaCheckpoint, write_atomically
 from shiva.modules.schedule import RatioSchedule
 from shiva.report import figures
+from shiva.report.documents import add_documents, is_result, load
+from shiva.report.evaluation import add_evaluation, is_evaluation
 from shiva.report.page import Page, drawing
 
 STEPS = 28
@@ -39,178 +38,46 @@ def report(
 def add(page: Page, path: Path, prompts: int = 24, seeds: int = 1) -> None:
     """Whatever a path holds; an error says what was expected."""
     if path.suffix == ".json" and path.is_file():
+        if not is_result(load(path)):
+            raise ValueError(f"{path} has neither tables nor claims; pass a result of shiva bench or validate")
         return add_documents(page, path.stem, [path])
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is neither a folder nor a .json file; pass results of shiva's commands")
-    documents = sorted(path.glob("*.json"))
-    if is_evaluation(path):
-        add_evaluation(page, path, prompts, seeds)
-    elif (path / "metrics.jsonl").is_file():
-        add_training(page, path)
-    elif (path / CONFIG_FILE).is_file():
-        add_checkpoint(page, path)
-    elif any(is_result(load(document)) for document in documents):
-        add_documents(page, path.name, documents)
-    else:
-        folders = sorted(inside for inside in path.iterdir() if inside.is_dir())
-        added = [inside for inside in folders if holds_results(inside)]
-        if not added:
-            raise FileNotFoundError(
-                f"{path} holds no results: expected run.json of an evaluation, metrics.jsonl, {CONFIG_FILE}, "
-                "or JSON files with tables or claims"
-            )
-        for inside in added:
-            add(page, inside, prompts, seeds)
+    before, passed = len(page.parts), add_folder(page, path, prompts, seeds)
+    if len(page.parts) == before:
+        raise FileNotFoundError(
+            f"{path} holds no results: expected run.json of an evaluation, metrics.jsonl, {CONFIG_FILE} beside "
+            f"{WEIGHTS_FILE}, or JSON files with tables or claims"
+        )
+    if passed:
+        page.note(f"Not shown, having neither tables nor claims: {', '.join(map(str, passed))}.")
 
 
-def is_evaluation(folder: Path) -> bool:
-    return (folder / "run.json").is_file() and "contenders" in load(folder / "run.json")
+def add_folder(page: Page, folder: Path, prompts: int, seeds: int) -> list[Path]:
+    """What a folder holds, and the folders inside it; the JSON files that are not shown."""
+    if is_evaluation(folder):
+        add_evaluation(page, folder, prompts, seeds)
+    elif (folder / "metrics.jsonl").is_file():
+        add_training(page, folder)
+    elif is_checkpoint(folder):
+        add_checkpoint(page, folder)
+    elif not is_pipeline(folder):
+        files = sorted(folder.glob("*.json"))
+        results = [file for file in files if is_result(load(file))]
+        if results:
+            add_documents(page, folder.name, results)
+        inside = sorted(path for path in folder.iterdir() if path.is_dir())
+        deeper = [file for path in inside for file in add_folder(page, path, prompts, seeds)]
+        return [file for file in files if file not in results] + deeper
+    return []
 
 
-def holds_results(folder: Path) -> bool:
-    marked = (folder / "metrics.jsonl").is_file() or (folder / CONFIG_FILE).is_file() or is_evaluation(folder)
-    if marked or any(is_result(load(path)) for path in folder.glob("*.json")):
-        return True
-    return any(holds_results(inside) for inside in folder.iterdir() if inside.is_dir())
+def is_checkpoint(folder: Path) -> bool:
+    return (folder / CONFIG_FILE).is_file() and (folder / WEIGHTS_FILE).is_file()
 
 
-def load(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON ({error}); write it again with the command that made it") from error
-
-
-def is_result(document: Any) -> bool:
-    return isinstance(document, dict) and ("claims" in document or bool(list(sheets(document))))
-
-
-def sheets(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The tables of a document, as `measure.sheet.Sheet` writes them."""
-    for sheet in [document, *document.get("tables", [])]:
-        if isinstance(sheet, dict) and {"title", "columns", "rows"} <= sheet.keys():
-            yield sheet
-
-
-# -- benchmarks and claims -------------------------------------------------------------------------------
-
-
-def add_documents(page: Page, name: str, paths: Sequence[Path]) -> None:
-    """Tables and claims of JSON files, each with the figure beside it."""
-    documents = [(path, document) for path in paths if is_result(document := load(path))]
-    page.heading({"bench": "Speed", "validate": "The paper's claims"}.get(name, name))
-    claims = [(path.stem, claim) for path, document in documents for claim in document.get("claims", [])]
-    if claims:
-        headings = ("experiment", "claim", "paper", "here", "verdict")
-        rows = [(stem, claim["claim"], claim["paper"], claim["ours"], claim["verdict"]) for stem, claim in claims]
-        page.table(headings, rows)
-    for path, document in documents:
-        add_sheets(page, document)
-        picture = path.with_suffix(".png")
-        if picture.is_file():
-            page.figure(picture.read_bytes(), f"{document.get('title') or path.stem}")
-    if documents:
-        page.note(measured_on(documents[0][1].get("environment", {})))
-
-
-def add_sheets(page: Page, document: Mapping[str, Any]) -> None:
-    for sheet in sheets(document):
-        page.table(sheet["columns"], sheet["rows"], sheet["title"], sheet.get("caption", ""))
-
-
-def measured_on(where: Mapping[str, Any]) -> str:
-    packages = ", ".join(f"{package} {version}" for package, version in where.get("packages", {}).items())
-    device = where.get("gpu") or where.get("cpu")
-    return f"Measured on {device}, {where.get('threads')} threads, {where.get('date')}: {packages}." if device else ""
-
-
-# -- an evaluation ---------------------------------------------------------------------------------------
-
-
-def add_evaluation(page: Page, folder: Path, prompts: int, seeds: int) -> None:
-    """Images of every contender by prompt, the tables, and quality against cost where a table has both."""
-    run = load(folder / "run.json")
-    settings = run["settings"]
-    images = list(shots(folder, run, prompts, seeds))
-    page.heading(f"Evaluation: {folder.name}")
-    page.text(
-        f"{settings['model']}, {settings['steps']} steps at guidance {settings['guidance']:g}, "
-        f"{len(run['prompts'])} prompts of {settings['prompts']}: every method from the same noise."
-    )
-    if images:
-        page.gallery(list(run["contenders"]), images)
-    for name, why in run.get("skipped", {}).items():
-        page.note(f"Left out: {name}: {why}")
-    for path in sorted((folder / "tables").glob("*.json")):
-        document = load(path)
-        page.heading(f"{folder.name}: {path.stem}")
-        add_fronts(page, document)
-        add_sheets(page, document)
-    page.note(measured_on(run.get("environment", {})))
-    for variant in sorted((folder / "runs").glob("*/run.json")):
-        add_evaluation(page, variant.parent, prompts, seeds)
-
-
-def shots(folder: Path, run: Mapping[str, Any], prompts: int, seeds: int) -> Iterator[tuple[str, list[Any]]]:
-    """For each prompt and seed shown, its images by contender; None where one is not there."""
-    for index in figures.spread(range(len(run["prompts"])), prompts):
-        for seed in run["seeds"][:seeds]:
-            files = [
-                folder / "images" / contender["slug"] / str(seed) / f"{index:05d}.png"
-                for contender in run["contenders"].values()
-            ]
-            images = [opened(file) if file.is_file() else None for file in files]
-            if any(images):
-                text = run["prompts"][index]["text"]
-                yield (text if seeds == 1 else f"{text}, seed {seed}"), images
-
-
-def opened(file: Path) -> Any:
-    """The image itself: one that is read later would keep its file open."""
-    from PIL import Image
-
-    with Image.open(file) as image:
-        return image.copy()
-
-
-COST = re.compile(r"flops|latency|seconds", re.IGNORECASE)
-FIGURE = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
-FRONTS = 4
-"""Metrics of a protocol that are drawn; the table has all of them."""
-
-
-def add_fronts(page: Page, document: Mapping[str, Any]) -> None:
-    """Metrics (columns marked ↑ or ↓) of the document's methods against their cost, with the Pareto front."""
-    columns = [column for sheet in sheets(document) for column in columns_of(sheet)]
-    cost, prices = next(((name, cells) for name, cells in columns if COST.search(name)), ("", {}))
-    for metric, values in [column for column in columns if column[0][-1:] in "↑↓"][:FRONTS] if prices else []:
-        points = [figures.Point(name, prices[name], value) for name, value in values.items() if name in prices]
-        if len(points) < 2:
-            continue
-        with drawing(page):
-            label = metric.rstrip("↑↓ ")
-            drawn = figures.quality_cost(points, cost, label, higher_is_better=metric.endswith("↑"))
-            page.figure(drawn, f"{label} against {cost}; the line joins what no other method beats.")
-
-
-def columns_of(sheet: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
-    """The columns of a table of methods that hold our figures, each by method."""
-    headings: Sequence[str] = sheet["columns"]
-    if headings[0] != "method" or sheet["title"].startswith("The paper's"):
-        return
-    for index, heading in enumerate(headings[1:], start=1):
-        cells = {row[0]: figure for row in sheet["rows"] if (figure := figure_of(row[index])) is not None}
-        if heading and cells and "paper" not in heading.lower():
-            yield heading, cells
-
-
-def figure_of(cell: Any) -> float | None:
-    """The number that a cell starts with."""
-    found = FIGURE.match(str(cell).strip().replace("−", "-"))
-    return None if found is None else float(found[0])
-
-
-# -- training and checkpoints ----------------------------------------------------------------------------
+def is_pipeline(folder: Path) -> bool:
+    return (folder / "model_index.json").is_file()
 
 
 def add_training(page: Page, folder: Path) -> None:
@@ -219,16 +86,20 @@ def add_training(page: Page, folder: Path) -> None:
         page.figure(
             figures.training_curves(folder), "Losses, mean keep and error to dense. Dashed: a new stage begins."
         )
-    if (folder / "checkpoint" / CONFIG_FILE).is_file():
-        add_checkpoint(page, folder / "checkpoint", folder.name)
+    if is_checkpoint(folder / "checkpoint"):
+        add_checkpoint(page, folder / "checkpoint")
 
 
-def add_checkpoint(page: Page, folder: Path, name: str | None = None) -> None:
-    """The learned table of a checkpoint that has one."""
+def add_checkpoint(page: Page, folder: Path) -> None:
+    """What a checkpoint was trained for, and its learned table if it has one."""
     checkpoint = ShivaCheckpoint.from_pretrained(folder)
+    method, budget = type(checkpoint.method_config).__name__, checkpoint.origin.budget
+    page.heading(f"Checkpoint {folder}")
+    page.text(
+        f"{method} for {checkpoint.origin.base_model}{'' if budget is None else f', trained to keep {budget:.0%}'}."
+    )
     if not {"timesteps", "logits"} <= checkpoint.tables.keys():
         return
-    page.heading(f"Schedule of {name or folder.name}")
     with drawing(page):
         schedule = RatioSchedule.from_state(checkpoint.tables)
         schedule = schedule.resample([1000.0 * (1 - step / STEPS) for step in range(STEPS)])

@@ -11,16 +11,15 @@ import typer
 from rich.console import Console
 
 from shiva.checkpoint import ShivaCheckpoint
-from shiva.measure.generate import load_with_arguments
+from shiva.measure.generate import load_with_arguments, quiet
 from shiva.measure.style import encode
 from shiva.report import figures
-from shiva.report.demo import quiet
 from shiva.report.studio import BUDGETS, LONGEST_PROMPT, SEEDS, STEPS, UNTRAINED, Drawn, Request, Studio
 
 SIDE = 384
 """Pixels of an image on the page; small ones are enlarged alike."""
 WAITING = 16
-"""Requests in the queue; more are turned away."""
+"""Drawings in the queue; more are turned away. Tables and masks do not wait behind them."""
 KEPT = (600, 3600)
 """Seconds between looks at the image files that gradio keeps, and the age at which they go."""
 TABLE = "share of tokens kept at this budget"
@@ -40,7 +39,7 @@ def serve(
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets others in")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on", min=0, max=65535)] = 7860,
+    port: Annotated[int, typer.Option(help="Port to listen on", min=1, max=65535)] = 7860,
     steps: Annotated[int, typer.Option(help="Denoising steps to start with", min=STEPS[0], max=STEPS[1])] = 20,
 ) -> None:
     """Open a page on this machine that draws a prompt dense and reduced, side by side."""
@@ -97,7 +96,7 @@ def build(studio: Studio, title: str, about: str, steps: int) -> Any:
     gradio = need_gradio()
     last = studio.spec.layers - 1
     with gradio.Blocks(title=title, analytics_enabled=False, delete_cache=KEPT) as page:
-        gradio.Markdown(f"## {title}\n{about}. Guidance {studio.guidance:g}. Time is of this machine, now.")
+        gradio.Markdown(f"## {title}\n{about}. Guidance {studio.guidance:g}. Times are of this machine.")
         with gradio.Row():
             with gradio.Column(scale=1, min_width=280):
                 prompt = gradio.Textbox("red apple", label="Prompt", max_length=LONGEST_PROMPT, elem_id="prompt")
@@ -147,7 +146,7 @@ def build(studio: Studio, title: str, about: str, steps: int) -> Any:
         shown = [dense, reduced, told, drawn, step, overlay, share]
         one = {"trigger_mode": "always_last", "concurrency_id": "pipe", "concurrency_limit": 1}
         gradio.on([go.click, prompt.submit, budget.release], draw, asked, shown, **one)
-        live = {"show_progress": "hidden", "queue": True, "trigger_mode": "always_last", "concurrency_limit": 2}
+        live = {"show_progress": "hidden", "queue": False, "trigger_mode": "always_last"}
         gradio.on([budget.change, count.change, page.load], preview, [budget, count], [table, planned], **live)
         gradio.on([layer.change, step.change], mask, [drawn, layer, step], [overlay, share], **live)
     return page
@@ -193,11 +192,12 @@ def flops(tera: float) -> str:
 def tell(result: Drawn) -> str:
     """Time and FLOPs of both images."""
     same = result.psnr == float("inf")
+    when = " when first drawn" if result.remembered else ""
     return "\n".join(
         (
             "| | dense | reduced | |",
             "|---|---|---|---|",
-            f"| time | {result.dense_seconds:.2f} s | {result.seconds:.2f} s | "
+            f"| time | {result.dense_seconds:.2f} s{when} | {result.seconds:.2f} s | "
             f"speed-up {result.dense_seconds / result.seconds:.2f}x |",
             f"| FLOPs | {flops(result.dense_tflops)} | {flops(result.dense_tflops * result.flops)} | "
             f"{result.flops:.1%} of dense |",

@@ -51,6 +51,11 @@ class Request:
             if not low <= value <= high:
                 raise ValueError(f"{name} {value} is outside {low} to {high}; choose one inside")
 
+    @property
+    def dense(self) -> tuple[str, int, int]:
+        """What its dense image depends on."""
+        return self.prompt, self.seed, self.steps
+
     @classmethod
     def read(cls, prompt: Any, seed: Any, steps: Any, budget: Any) -> Request:
         """From a form, where an emptied field is None and a number may come as text."""
@@ -80,6 +85,8 @@ class Drawn:
     dense: Any
     reduced: Any
     dense_seconds: float
+    remembered: bool
+    """Whether the dense image, and so its time, is of an earlier drawing."""
     seconds: float
     dense_tflops: float
     flops: float
@@ -133,6 +140,7 @@ class Studio:
     def draw(self, request: Request) -> Drawn:
         """Both images, from the same noise. At budget 1 nothing is attached: the reduced image is the dense one."""
         with self._lock:
+            remembered = request.dense in self._dense
             dense = self._dense_outcome(request)
             contender = Contender(None) if request.budget >= 1 else self._contender(request.budget)
             outcome = self._run(request, contender)
@@ -142,6 +150,7 @@ class Studio:
             dense=dense.images[0],
             reduced=outcome.images[0],
             dense_seconds=dense.median,
+            remembered=remembered,
             seconds=outcome.median,
             dense_tflops=self.cost.dense.true * request.steps / 1e12,
             flops=1.0 if summary is None else summary.flops_share,
@@ -164,7 +173,7 @@ class Studio:
         )["image"]
 
     def _dense_outcome(self, request: Request) -> Outcome:
-        key = (request.prompt, request.seed, request.steps)
+        key = request.dense
         if key not in self._dense:
             self._dense[key] = self._run(request, Contender(None))
         self._dense.move_to_end(key)
