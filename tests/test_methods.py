@@ -19,6 +19,7 @@ SQUARE_ONLY = {"dit"}  # DiTTransformer2DModel itself only unpatchifies squares
 ON_GRIDS = [(m, b, g) for m, b in PAIRS for g in [(8, 8), (6, 10), (7, 9)] if g[0] == g[1] or b not in SQUARE_ONLY]
 PER_SAMPLE = [(m, b) for m, b in PAIRS if getattr(METHODS[m].on, "guidance", "per-sample") != "shared"]
 TRAINED = [(m, b) for m, b in PAIRS if METHODS[m].differentiable]
+IN_HALF = [(m, b) for m, b in PAIRS if b in ("sd3", "flux")]
 
 
 def output(model: nn.Module, call: dict[str, Any]) -> Tensor:
@@ -67,13 +68,44 @@ def test_realised_counts_are_the_declared_ones_on_any_grid(method: str, backbone
     with shiva.attach(model, row.on) as session:
         result = output(model, tiny.call(2, *grid))
         assert result.isfinite().all()
-        record = session.stats[-1]
-        assert record.tokens == tokens
-        assert any(kept < tokens for kept in record.kept.values())
-        if row.kept is not None:
-            for site in session.backbone.sites(model):
-                if site.name in record.kept:
-                    assert record.kept[site.name] == row.kept(site.kind, site.layer, tokens), site.name
+        assert_declared_counts(session, row, tokens)
+
+
+def assert_declared_counts(session: Session, row: Row, tokens: int) -> None:
+    record = session.stats[-1]
+    assert record.tokens == tokens
+    assert any(kept < tokens for kept in record.kept.values())
+    if row.kept is not None:
+        for site in session.backbone.sites(session.transformer):
+            if site.name in record.kept:
+                assert record.kept[site.name] == row.kept(site.kind, site.layer, tokens), site.name
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("method", "backbone"), IN_HALF)
+def test_half_precision_and_autocast_reduce_alike(method: str, backbone: str, autocast: bool) -> None:
+    tiny, row = BACKBONES[backbone], METHODS[method]
+    model, call = tiny.make(), tiny.call(2, 8, 8)
+    if not autocast:
+        model, call = model.bfloat16(), halved(call)
+    with shiva.attach(model, row.on) as session, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        result = output(model, call)
+        assert result.dtype == torch.bfloat16
+        assert result.isfinite().all()
+        assert_declared_counts(session, row, 64)
+        if row.differentiable:
+            session.method.train()
+            assert model(**call)[0].isfinite().all()
+
+
+def halved(call: dict[str, Any]) -> dict[str, Any]:
+    """The call in bfloat16; ids stay as they are."""
+    return {
+        key: value.bfloat16()
+        if isinstance(value, Tensor) and value.is_floating_point() and not key.endswith("_ids")
+        else value
+        for key, value in call.items()
+    }
 
 
 @pytest.mark.parametrize(("method", "backbone"), PER_SAMPLE)

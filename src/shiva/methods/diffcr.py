@@ -186,10 +186,10 @@ class DiffCRMethod(RejectedMethod):
         lower = self.single_pass(run, x, scores, bin_count(low, x.shape[1]), site, ctx)
         upper = self.single_pass(run, x, scores, bin_count(high, x.shape[1]), site, ctx)
         ctx.kept[site.name] = round(float(rho.detach()) * x.shape[1])  # between the two passes
-        mixed = Streams(torch.lerp(lower.image, upper.image, weight.to(x.dtype)))
+        mixed = Streams(torch.lerp(lower.image, upper.image, weight.to(lower.image.dtype)))
         if lower.text is None or upper.text is None:
             return mixed
-        return mixed._replace(text=torch.lerp(lower.text, upper.text, weight.to(x.dtype)))
+        return mixed._replace(text=torch.lerp(lower.text, upper.text, weight.to(lower.text.dtype)))
 
     def scores(self, x: Tensor, layer: int, ctx: StepContext) -> Tensor:
         """Router scores (B, N), float32, of tokens x (B, N, D)."""

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from shiva.core import options
 from shiva.core.context import StepContext
 from shiva.core.method import BackboneSpec, GuidancePolicy, Place, Run, unify_guidance
-from shiva.core.reduction import Reduction, Streams, flat_rows, gather, select
+from shiva.core.reduction import Reduction, Streams, flat_rows, gather, scatter, select
 from shiva.methods._rejected import RejectedConfig, RejectedMethod
 from shiva.methods._select import full_precision
 from shiva.modules.rejected import distances, grid_places, nearest_masked
@@ -111,11 +111,11 @@ def gumbel_mask(logits: Tensor, tau: float) -> Tensor:
 def flat_selection(mask: Tensor) -> Reduction:
     """The tokens of the whole batch at which mask (B, N) holds, as one sample of sum(mask) tokens."""
     rows = mask.flatten().nonzero().squeeze(1)  # (M,)
-
-    def restore(values: Tensor, base: Tensor) -> Tensor:
-        return base.flatten(0, 1).index_copy(0, rows, values[0]).view(base.shape)
-
-    return Reduction(lambda x: x.flatten(0, 1).index_select(0, rows)[None], restore, rows[None])
+    return Reduction(
+        reduce=lambda x: x.flatten(0, 1).index_select(0, rows)[None],
+        restore=lambda values, base: scatter(values, base, rows),
+        positions=rows[None],
+    )
 
 
 class MaskedFFN(NamedTuple):

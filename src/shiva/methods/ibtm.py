@@ -173,7 +173,7 @@ class IBTMMethod(Method):
             return merge_best(score + OUTSIDE_BONUS * outside, target, destinations, sources, removed).repeat(halves)
         destinations, sources, outside = (part.repeat(halves, 1) for part in (destinations, sources, outside))
         score, target = best_destination(metric, destinations, sources)
-        return merge_best(score.float() + OUTSIDE_BONUS * outside, target, destinations, sources, removed)
+        return merge_best(score + OUTSIDE_BONUS * outside, target, destinations, sources, removed)
 
     def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
         config = self.config

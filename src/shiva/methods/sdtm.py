@@ -108,7 +108,7 @@ def structure_matching(metric: Tensor, priority: Tensor, cells: Windows, pick: T
 
     The mean of a window's cosine matrix is the squared length of its mean unit token.
     """
-    likeness = unit(metric)[:, cells.members].mean(dim=2).square().sum(dim=-1)  # (B, C)
+    likeness = unit(metric.float())[:, cells.members].mean(dim=2).square().sum(dim=-1)  # (B, C)
     order = (likeness + priority[:, cells.members].mean(dim=2)).argsort(dim=1, descending=True, stable=True)
     members = ordered_members(cells, pick)[order]  # (B, C, m), best windows first
     chosen, others = members[:, :merged], members[:, merged:]
