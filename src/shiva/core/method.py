@@ -80,9 +80,7 @@ class Exploration:
     tau_sel: float = 0.1
     """Temperature of the inclusion, as a share of N."""
     step: int = 0
-    """Optimizer steps taken in this stage."""
-    steps: int = 1
-    """Optimizer steps of this stage in all."""
+    """Optimizer steps taken so far, in all stages."""
     index: int = 0
     """Which micro-batch of the global batch this is, counted over ranks and accumulation steps."""
 
@@ -92,6 +90,10 @@ class Method(nn.Module):
 
     sites: frozenset[SiteKind] = frozenset({"block"})
     guidance: GuidancePolicy = "per-sample"
+    static: ClassVar[bool] = True
+    """Whether every count of tokens is known before a step starts."""
+    needs_guidance: ClassVar[bool] = False
+    """Whether it compares the two predictions of classifier-free guidance."""
     needs_signals: ClassVar[bool] = False
     """Whether `ctx.time_embedding` and `ctx.prompt` must be filled in."""
     needs_updates: bool = False

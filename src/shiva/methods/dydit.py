@@ -135,6 +135,7 @@ class DyDiTMethod(RejectedMethod):
     """A router per FFN."""
 
     sites = frozenset({"ffn"})
+    static = False
     needs_signals = True
     config: DyDiT
 
@@ -169,11 +170,20 @@ class DyDiTMethod(RejectedMethod):
         ctx.kept[site.name] = round(float(mask.detach().sum()) / x.shape[0])  # what inference would compute
         return out._replace(image=out.image * mask[..., None].to(out.image.dtype))
 
-    def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
-        layer = site.layer
-        mask = torch.sigmoid(self.logits(x, site, ctx)) > self.config.threshold  # (B, N)
+    def mask(self, x: Tensor, site: Place, ctx: StepContext) -> Tensor:
+        """Which tokens (B, N) of x (B, N, D) are let in; a second branch takes the first's unless `per-sample`."""
+        key = ("mask", site.layer)
+        if ctx.branch and self.guidance != "per-sample" and key in ctx.memory:
+            return ctx.memory[key]
+        mask = torch.sigmoid(self.logits(x, site, ctx)) > self.config.threshold
         if self.config.union:
             mask = mask.any(dim=0, keepdim=True).expand_as(mask)
+        ctx.memory[key] = mask
+        return mask
+
+    def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
+        layer = site.layer
+        mask = self.mask(x, site, ctx)
         if self.dense_step(ctx.step, ctx) or (self.caches(layer, ctx) and self.cache_of(x, layer, ctx) is None):
             mask = torch.ones_like(mask)
         kept = int(mask.sum())
