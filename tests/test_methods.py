@@ -114,7 +114,7 @@ def test_a_batch_of_different_samples_equals_single_runs(method: str, backbone: 
     tiny, row = BACKBONES[backbone], METHODS[method]
     model, call = tiny.make(), tiny.call(2, 8, 8)
     torch.manual_seed(0)
-    with shiva.attach(model, row.on, guidance="none"):
+    with shiva.attach(model, row.on):
         together = output(model, call)
         singles = [output(model, sample(call, i)) for i in range(2)]
     torch.testing.assert_close(together, torch.cat(singles), rtol=1e-4, atol=1e-5)

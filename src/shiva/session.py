@@ -87,7 +87,7 @@ class SiteHook(ModelHook):
         def run(image: Tensor, reduction: Reduction | None) -> Streams:
             ctx.kept[site.name] = image.shape[1]
             if ctx.trace is not None and reduction is not None:
-                ctx.trace.positions[ctx.step, site.layer] = reduction.positions
+                ctx.trace.note(ctx.step, site.layer, reduction.positions, x.shape[0])
             return site.run(forward, call, image, reduction, ctx)
 
         streams = session.method.around(run, x, site.base_of(x), site, ctx) if self.acts else run(x, None)
@@ -108,6 +108,11 @@ class Session:
         guidance: str = "auto",
         adapter: AttachedAdapter | None = None,
     ):
+        if guidance == "none" and method.needs_guidance:
+            raise ValueError(
+                f"{method} compares the two predictions of guidance, and guidance='none' says there is one; "
+                "pass 'auto', 'batched' or 'sequential'"
+            )
         self.transformer = transformer
         self.backbone = backbone
         self.method = method
@@ -131,6 +136,7 @@ class Session:
         self._compiled: Callable[..., Any] | None = None
         self.runner: Callable[[StepContext, Call], Any] | None = None
         """Runs a step in the transformer's place, such as by replaying a recorded graph of it."""
+        self._released_bytes = 0
         self._hooked: list[Hooked] = []
         self._prepared = contextlib.ExitStack()
         self._over_cache_dit = under_cache_dit(transformer)
@@ -166,7 +172,14 @@ class Session:
         self._hooked.append(Hooked(module, own, module.forward))
 
     def detach(self) -> None:
-        """Remove every trace of the session; the pipeline computes exactly as before it."""
+        """Remove every trace of the session; the pipeline computes exactly as before it.
+
+        What the run carried is let go too; the summary still tells its size.
+        """
+        if self.ctx is not None:
+            self._released_bytes += tensor_bytes(self.ctx.run)
+            self.ctx.run.clear()
+            self.ctx.memory.clear()
         for hooked in reversed(self._hooked):
             hooked.release()
         self._hooked.clear()
@@ -271,6 +284,7 @@ class Session:
             channels=latents.shape[1 if latents.ndim == 4 else -1],
             text_tokens=around.text_tokens,
             guidance_pairs=run.paired,
+            conditional_half=self.backbone.conditional_half,
             branch=run.branch,
             run=run.memory,
             blocks_adjoin=all(call.get(name) is None for name in BETWEEN_BLOCKS),
@@ -314,8 +328,13 @@ class Session:
         """Compile the transformer with `torch.compile`, the session's bookkeeping outside the graph.
 
         Token counts are static, so there is one graph per distinct row of the schedule; round them with
-        `bucket` if the rows are many. With `dynamic=True` one graph serves all counts.
+        `bucket` if the rows are many. With `dynamic=True` one graph serves all counts. A method whose counts
+        follow the data (DyDiT) has no whole graph: pass `fullgraph=False`.
         """
+        if fullgraph and not self.method.static:
+            raise ValueError(
+                f"token counts of {self.method} follow the data and break the graph; pass fullgraph=False"
+            )
         forward = self._original_forward()
         compiled = torch.compile(forward, fullgraph=fullgraph, dynamic=dynamic, **options)
 
@@ -386,7 +405,7 @@ class Session:
             costs=costs,
             dense=dense,
             seconds=self.phases(),
-            cached_bytes=0 if self.ctx is None else tensor_bytes(self.ctx.run),
+            cached_bytes=self._released_bytes + (0 if self.ctx is None else tensor_bytes(self.ctx.run)),
         )
 
 

@@ -27,7 +27,7 @@ class Reduction:
 
     reduce: Callable[[Tensor], Tensor]  # (B, N, D) -> (B, K, D)
     restore: Callable[[Tensor, Tensor], Tensor]  # results (B, K, D), base (B, N, D) -> (B, N, D)
-    positions: Tensor  # (B, K): the grid position each reduced token stands for
+    positions: Tensor  # (B, K): the grid position each reduced token stands for; a list over samples: its rows (1, M)
     whole_keys: bool = False
     """Attention inside still sees a key of every token, so a mask over keys stays whole."""
 

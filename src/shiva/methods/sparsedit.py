@@ -180,12 +180,14 @@ class SparseDiTMethod(Method):
             )
 
     def coarse_grid(self, ctx: StepContext) -> tuple[int, int]:
+        """Rows and columns that this step pools to."""
         explored = self.exploration.ratio if self.training else None
         rate = pruning_rate(ctx.timestep, *self.config.rates) if explored is None else 1 - explored
         return sparse_grid(ctx.grid, rate)
 
     def plan(self, ctx: StepContext, timesteps: list[float] | None) -> tuple[int, ...]:
-        coarse = math.prod(self.coarse_grid(ctx))
+        ctx.memory["coarse"] = self.coarse_grid(ctx)
+        coarse = math.prod(ctx.memory["coarse"])
         pooled = {"generate", "sparse"}
         roles = (self.roles.get(layer, ("dense", 0))[0] for layer in range(self.spec.layers))
         return tuple(coarse if role in pooled else ctx.tokens for role in roles)
@@ -195,10 +197,9 @@ class SparseDiTMethod(Method):
     def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         if site.kind != "block":
             return self.inside(run, x, site, ctx)
-        coarse = self.coarse_grid(ctx)
-        if coarse == ctx.grid:
+        if ctx.memory["coarse"] == ctx.grid:
             return run(x, None)
-        return self.block(run, x, coarse, site, ctx)
+        return self.block(run, x, ctx.memory["coarse"], site, ctx)
 
     def block(self, run: Run, x: Tensor, coarse: tuple[int, int], site: Place, ctx: StepContext) -> Streams:
         """A block of a module on x: all tokens (B, N, D) at its start, the coarse grid's (B, m n, D) from then on."""
