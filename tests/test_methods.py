@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -118,6 +119,37 @@ def test_a_batch_of_different_samples_equals_single_runs(method: str, backbone: 
         together = output(model, call)
         singles = [output(model, sample(call, i)) for i in range(2)]
     torch.testing.assert_close(together, torch.cat(singles), rtol=1e-4, atol=1e-5)
+
+
+def policies(name: str) -> list[str]:
+    """The policies under which both guidance halves of a method must keep the same tokens."""
+    kept = []
+    for policy in ("shared", "max"):
+        with contextlib.suppress(ValueError):  # not one of its own
+            METHODS[name].on.changed({"guidance": policy})
+            kept.append(policy)
+    return kept
+
+
+@pytest.mark.parametrize(("method", "policy"), [(name, policy) for name in METHODS for policy in policies(name)])
+def test_guidance_halves_and_branches_keep_the_same_tokens_under_a_joint_policy(method: str, policy: str) -> None:
+    row = METHODS[method]
+    config = row.on.changed({"guidance": policy})
+    model, call = BACKBONES["sd3"].make(), BACKBONES["sd3"].call(2, 8, 8)
+    call["hidden_states"] = call["hidden_states"][:1].repeat(2, 1, 1, 1)
+    with shiva.attach(model, config) as session, session.trace() as trace:
+        output(model, call)
+    assert trace.positions
+    assert torch.equal(trace.masks(row=0), trace.masks(row=1))
+    if "flux" in row.backbones:
+        model, call = BACKBONES["flux"].make(), BACKBONES["flux"].call(1, 8, 8)
+        with shiva.attach(model, config) as session, session.trace() as trace:
+            output(model, call)
+            first = trace.masks()
+            output(model, {**call, "encoder_hidden_states": -call["encoder_hidden_states"]})
+            assert session.ctx is not None
+            assert session.ctx.branch == 1
+        assert torch.equal(trace.masks(), first)
 
 
 def sample(call: dict[str, Any], index: int) -> dict[str, Any]:

@@ -187,7 +187,9 @@ class MethodConfig:
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     fixed: ClassVar[frozenset[str]] = frozenset()
-    """Fields that shape the weights; a trained checkpoint cannot change them."""
+    """Fields that shape the weights or say how to train them; a trained checkpoint cannot change them."""
+    knob: ClassVar[str | None] = None
+    """The field that changes what a trained checkpoint costs, where one does."""
     either: ClassVar[frozenset[str]] = frozenset()
     """Fields of which one at most may be set: changing one clears the others."""
     known: ClassVar[dict[str, type[MethodConfig]]] = {}

@@ -60,13 +60,16 @@ class DyDiT(RejectedConfig):
     """The router's initial logit: training starts with every token on."""
 
     presets: ClassVar = {"paper": {"flops": 0.8, "union": True}}
-    fixed: ClassVar = frozenset({"shrink"})
+    fixed: ClassVar = frozenset({"flops", "flops_weight", "hold", "warmup", "tau", "shrink", "bias"})
+    knob: ClassVar = "threshold"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         options.share("flops", self.flops)
         options.share("threshold", self.threshold, zero=True)
         options.choice("guidance", self.guidance, ("shared", "per-sample", "max"))
+        if not self.flops_weight >= 0:
+            raise ValueError(f"flops_weight={self.flops_weight} is below 0; pass 0 to leave the FLOPs free")
         if not self.tau > 0:
             raise ValueError(f"tau={self.tau} is not above 0; pass a temperature such as 5")
         if self.shrink < 1:

@@ -31,6 +31,7 @@ class LapSum(GatedTopKConfig):
     """Weight of the loss (mean keep - keep)^2."""
 
     presets: ClassVar = {"paper": {}}
+    fixed: ClassVar = GatedTopKConfig.fixed | {"alpha", "budget_weight"}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,8 +15,9 @@ halves are reduced alike and all counts are static.
 The release is class-conditional and square; there is no official text-to-image version. Here text joins
 queries and keys of every block unchanged, grids may be h x w (pooled to the nearest integers), there are no
 pooling blocks without queries (they would erase the text), and the objective is the trainer's. With both
-rates 0 there are no modules and the model is dense. Rotary attention (Flux) is refused: queries and keys
-stand at different positions in generate and recover blocks, and its attention takes one table for both.
+rates 0 there are no modules and the model is dense. Flux is refused: a pooled token lies between grid positions,
+where its rotary table has no row, and its single blocks fuse attention with the FFN, so that generate and recover
+blocks could not spare the keys the FFN.
 """
 
 from __future__ import annotations
@@ -58,15 +59,18 @@ class SparseDiT(MethodConfig):
 
     presets: ClassVar = {"paper": {"rates": (0.39, 0.42)}}
     fixed: ClassVar = frozenset({"split", "bottom", "top", "modules"})
+    knob: ClassVar = "rates"
 
     def __post_init__(self) -> None:
-        least, most = (options.share("rates", rate, zero=True) for rate in self.rates)
-        if least > most or most >= 1:
+        rates = tuple(options.share("rates", rate, zero=True) for rate in self.rates)
+        if len(rates) != 2 or not rates[0] <= rates[1] < 1:
             raise ValueError(f"rates={self.rates} must rise and stay below 1; pass (least, most), as (0.61, 0.86)")
-        generate, sparse, recover, dense = self.split
-        if generate != 1 or recover != 1 or sparse < 0 or dense < 0:
+        if len(self.split) != 4 or self.split[0] != 1 or self.split[2] != 1 or min(self.split) < 0:
             raise ValueError(f"split={self.split} must be (1, sparse, 1, dense); pass (1, 3, 1, 1) as released")
-        object.__setattr__(self, "rates", (least, most))
+        for name in ("bottom", "top"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} is below 0; pass a number of dense blocks")
+        object.__setattr__(self, "rates", rates)
         object.__setattr__(self, "split", tuple(self.split))
 
     def build(self, spec: BackboneSpec) -> SparseDiTMethod:
@@ -168,8 +172,8 @@ class SparseDiTMethod(Method):
     def selects(self, site: Place) -> bool:
         if getattr(site, "rope", None) is not None:
             raise TypeError(
-                f"SparseDiT is not defined on {self.spec.name}: its attention rotates queries and keys by one "
-                "table, and generate and recover blocks hold them at different positions; use SD3, PixArt or DiT"
+                f"SparseDiT is not defined on {self.spec.name}: pooled tokens lie between the positions of its rotary "
+                "table, and its single blocks fuse attention and FFN; use SD3, PixArt or DiT"
             )
         return site.kind in self.sites and self.roles.get(site.layer, ("dense", 0))[0] != "dense"
 
