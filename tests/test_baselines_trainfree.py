@@ -458,7 +458,7 @@ def test_toma_merges_and_refreshes_at_its_steps() -> None:
         for timestep in timesteps:
             output(model, call_sd3(2, 8, 8, timestep))
             assert session.ctx is not None
-            steps = session.ctx.run["made"]
+            steps = session.ctx.run["made"].at
             made.append(tuple(steps[kind, "transformer_blocks", 0] for kind in ("destinations", "assignment")))
             kept.append(session.stats[-1].kept["transformer_blocks.1.attn"])
     assert kept == [32, 64] * 4
@@ -714,17 +714,39 @@ def test_a_guided_pipeline_runs_and_runs_again_alike(method: str, backbone: str)
     assert torch.equal(tiny.image(pipe, steps=4), dense)
 
 
+COMPILED: dict[str, tuple[MethodConfig, int]] = {
+    "tomesd": (AT_WORK["tomesd"], 1),
+    "tofu": (AT_WORK["tofu"], 1),
+    "sdtm": (shiva.SDTM.preset("merge_only", deviation=0.0, round_to=1), 2),  # its counter begins, and goes on
+    "toma": (shiva.ToMA(skip=1, every=1, select_every=2), 2),  # destinations are made, or reused
+    "ibtm": (shiva.IBTM(layers=(0, 1), merge_from=2), 3),  # partition, prune, merge
+    "neuralsort": (shiva.NeuralSort(keep=0.5), 1),
+    "diffcr": (shiva.DiffCR(initial=0.5), 1),
+    "sparsedit": (shiva.SparseDiT(rates=(0.5, 0.5), split=(1, 0, 1, 0), bottom=0, top=0), 1),
+}
+"""Methods, and how many graphs a run of theirs may need."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", AT_WORK)
-def test_a_step_compiles_as_one_graph(method: str) -> None:
-    model, call, results = make_sd3(), call_sd3(2, 8, 8), []
-    config = shiva.SDTM.preset("merge_only", round_to=1) if method == "sdtm" else AT_WORK[method]
-    for compiled in (False, True):
-        with shiva.attach(model, config) as session:
-            if compiled:
-                session.compile(backend="eager")
-            results.append(output(model, call))
-    assert torch.equal(*results)
+@pytest.mark.parametrize("method", COMPILED)
+def test_a_run_compiles_to_one_graph_per_kind_of_step(method: str) -> None:
+    torch._dynamo.reset()
+    model, (config, expected) = make_sd3(layers=2), COMPILED[method]
+    calls = [pair(call_sd3(2, 8, 8, timestep)) for timestep in (900.0, 800.0, 700.0, 600.0)]
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with shiva.attach(model, config) as session:
+        eager = [output(model, call) for call in calls]
+        session.compile(backend=backend)
+        compiled = [output(model, call) for call in calls]
+    for ours, theirs in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert len(graphs) == expected
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("backbone", ["sd3", "flux", "pixart"])

@@ -155,7 +155,7 @@ class Session:
                 f"{self.spec.name} ({self.spec.layers} layers); widen its layers or sites"
             )
         self.method.check_sites(acting)
-        whole = {site.layer for site in acting if site.kind == "keys"}
+        whole = {site.layer for site in acting if site.kind == "keys" and self.method.whole_keys(site.layer)}
         try:
             self._prepared.enter_context(self.backbone.whole_keys(self.transformer, whole))
             for site in sites:
@@ -372,7 +372,8 @@ class Session:
         example = self._example
         around = self.backbone.surroundings(self.transformer, example)
         shapes = StepContext(grid=around.grid, timestep=0.0, text_tokens=around.text_tokens)
-        keys = [s for s in self.backbone.sites(self.transformer) if s.kind == "keys" and self.method.selects(s)]
+        acting = filter(self.method.selects, self.backbone.sites(self.transformer))
+        keys = [site for site in acting if site.kind == "keys" and self.method.whole_keys(site.layer)]
         self._probe = {}
         try:
             with self.disabled(), caches_off(self.transformer), offloading_off(self.transformer):

@@ -130,6 +130,10 @@ class Method(nn.Module):
         """Whether the method acts at this site at all."""
         return site.kind in self.sites
 
+    def whole_keys(self, layer: int) -> bool:
+        """Whether a layer's tokens, however few, attend to all others."""
+        return False
+
     def check_sites(self, sites: Sequence[Place]) -> None:
         """Refuse a transformer that lacks sites the method cannot do without; `sites` are those it selects."""
 

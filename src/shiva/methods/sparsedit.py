@@ -22,9 +22,8 @@ blocks could not spare the keys the FFN.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -111,21 +110,6 @@ def cell_centres(grid: tuple[int, int], coarse: tuple[int, int], device: torch.d
     return (rows[:, None] * grid[1] + columns).flatten()
 
 
-@contextlib.contextmanager
-def keys_from(attention: nn.Module, tokens: Tensor) -> Iterator[None]:
-    """Inside this context the attention takes the image's keys and values from other tokens (B, S, D)."""
-    if getattr(attention, "fused_projections", False):
-        raise ValueError("SparseDiT needs separate query and key projections; call unfuse_qkv_projections() first")
-    handles = [
-        getattr(attention, name).register_forward_pre_hook(lambda module, args: (tokens,)) for name in ("to_k", "to_v")
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 class Merge(nn.Module):
     """merged = W1 up + W2 dense; the module's input alone at first."""
 
@@ -144,7 +128,7 @@ class Merge(nn.Module):
 class SparseDiTMethod(Method):
     """The chain of modules."""
 
-    sites = frozenset({"block", "attention", "cross_attention", "ffn"})
+    sites = frozenset({"block", "attention", "keys", "cross_attention", "ffn"})
     guidance = "shared"
     config: SparseDiT
 
@@ -176,6 +160,10 @@ class SparseDiTMethod(Method):
                 "table, and its single blocks fuse attention and FFN; use SD3, PixArt or DiT"
             )
         return site.kind in self.sites and self.roles.get(site.layer, ("dense", 0))[0] != "dense"
+
+    def check_sites(self, sites: Sequence[Place]) -> None:
+        if not any(site.kind == "keys" for site in sites):
+            raise ValueError("SparseDiT needs separate query and key projections; call unfuse_qkv_projections() first")
 
     def begin_step(self, ctx: StepContext) -> None:
         if not ctx.blocks_adjoin:
@@ -233,15 +221,15 @@ class SparseDiTMethod(Method):
         return out._replace(image=out.image[:, :count])
 
     def inside(self, run: Run, x: Tensor, site: Place, ctx: StepContext) -> Streams:
-        """An attention or FFN inside a block; its block accounts for its tokens."""
+        """An attention, its keys or an FFN inside a block; its block accounts for its tokens."""
         count: int | None = ctx.memory.get("queries")
         if count is None:
             out = run(x, None)
+        elif site.kind == "keys":
+            out = run(ctx.memory["keys"], None)
         else:
-            queries, keys = x[:, :count], x[:, count:]
-            swap = keys_from(site.module, keys) if site.kind == "attention" else contextlib.nullcontext()
-            with swap:
-                out = run(queries, None)
-            out = out._replace(image=F.pad(out.image, (0, 0, 0, keys.shape[1])))  # the keys receive no update
+            queries, ctx.memory["keys"] = x[:, :count], x[:, count:]
+            out = run(queries, None)
+            out = out._replace(image=F.pad(out.image, (0, 0, 0, x.shape[1] - count)))  # the keys receive no update
         del ctx.kept[site.name]
         return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -140,6 +140,13 @@ Key = tuple[str, str, int]
 """What a run carries: destinations or assignment, of a stack of blocks, of a guidance branch."""
 
 
+@dataclass
+class Made:
+    """At which step a run made what it carries. As an object's own, these numbers are nothing a graph depends on."""
+
+    at: dict[Key, int] = field(default_factory=dict)
+
+
 class ToMAMethod(Method):
     """Destinations and assignment come from the first merged block of a stack and serve the whole stack."""
 
@@ -170,7 +177,7 @@ class ToMAMethod(Method):
                 "pass a larger tile, or an image size whose sides in tokens it divides"
             )
         ctx.memory["merges"] = removed > 0 and ctx.step % config.every == 0
-        made: dict[Key, int] = ctx.run.setdefault("made", {})
+        made: dict[Key, int] = ctx.run.setdefault("made", Made()).at
         for kind in ("destinations", "assignment"):
             for key in [key for key in made if key[0] == kind and self.due(key, made, ctx.step)]:
                 del made[key], ctx.run[key]
@@ -184,7 +191,7 @@ class ToMAMethod(Method):
         return chosen is None or chosen > made[key] or step - made[key] >= self.config.assign_every
 
     def end_step(self, output: Tensor, ctx: StepContext) -> None:
-        made: dict[Key, int] = ctx.run["made"]
+        made: dict[Key, int] = ctx.run["made"].at
         for key in ctx.run.keys() - made.keys() - {"made"}:
             made[key] = ctx.step
 
