@@ -24,6 +24,7 @@ from shiva.modules.lapsum import lapsum_topk
 from shiva.modules.neuralsort import neuralsort_topk, relaxed_permutation, total_distance
 from shiva.modules.soft_topk import largest_cost, soft_topk
 from shiva.modules.topk import hard_topk, inclusion
+from shiva.training.stages import Stage, Temperatures, exploration, moment
 
 from method_table import METHODS
 from tiny import BACKBONES, make_sd3, noise
@@ -337,6 +338,17 @@ def test_dydit_flops_loss_is_one_when_all_on_and_pushes_masks_down() -> None:
         loss.backward()
         for router in method.routers:
             assert router.logit.bias.grad > 0  # descent lowers the logits
+
+
+def test_dydit_target_goes_on_falling_from_stage_to_stage() -> None:
+    stages = (Stage(name="first", steps=300, trains=("router",)), Stage(name="second", steps=900, trains=("router",)))
+    method, targets = shiva.DyDiT(flops=0.8).build(SPEC), []
+    for step in (0, 299, 300, 600, 1150):
+        now = moment(stages, step)
+        assert now is not None
+        method.exploration = exploration(now, Temperatures(), step, 0.0, 0, None)
+        targets.append(method.target())
+    assert targets == pytest.approx([1.0, 0.9602, 0.96, 0.9, 0.8])
 
 
 def test_dydit_flops_share_is_that_of_the_counted_model() -> None:

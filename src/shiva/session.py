@@ -136,7 +136,6 @@ class Session:
         self._compiled: Callable[..., Any] | None = None
         self.runner: Callable[[StepContext, Call], Any] | None = None
         """Runs a step in the transformer's place, such as by replaying a recorded graph of it."""
-        self._released_bytes = 0
         self._hooked: list[Hooked] = []
         self._prepared = contextlib.ExitStack()
         self._over_cache_dit = under_cache_dit(transformer)
@@ -172,12 +171,8 @@ class Session:
         self._hooked.append(Hooked(module, own, module.forward))
 
     def detach(self) -> None:
-        """Remove every trace of the session; the pipeline computes exactly as before it.
-
-        What the run carried is let go too; the summary still tells its size.
-        """
+        """Remove every trace of the session and let go of its run; the pipeline computes exactly as before it."""
         if self.ctx is not None:
-            self._released_bytes += tensor_bytes(self.ctx.run)
             self.ctx.run.clear()
             self.ctx.memory.clear()
         for hooked in reversed(self._hooked):
@@ -369,6 +364,8 @@ class Session:
         """
         if self._example is None:
             raise RuntimeError("no call has been seen yet; run the pipeline once, then ask for its cost")
+        if not self.attached:
+            raise RuntimeError("the session is detached; ask for its cost or summary before detach()")
         example = self._example
         around = self.backbone.surroundings(self.transformer, example)
         shapes = StepContext(grid=around.grid, timestep=0.0, text_tokens=around.text_tokens)
@@ -406,7 +403,7 @@ class Session:
             costs=costs,
             dense=dense,
             seconds=self.phases(),
-            cached_bytes=self._released_bytes + (0 if self.ctx is None else tensor_bytes(self.ctx.run)),
+            cached_bytes=0 if self.ctx is None else tensor_bytes(self.ctx.run),
         )
 
 
