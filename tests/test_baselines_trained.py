@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import shiva
+from pipelines import PIPELINES
 from shiva.core.context import StepContext
-from shiva.core.method import BackboneSpec, MethodConfig
+from shiva.core.method import BackboneSpec, Exploration, MethodConfig
 from shiva.core.reduction import Streams, select
 from shiva.measure import shapes
 from shiva.methods._gated import input_gates
@@ -20,9 +21,10 @@ from shiva.methods.diffcr import DiffCRMethod, bin_count, bracket, nearest_bin
 from shiva.methods.lapsum import LapSumMethod
 from shiva.methods.sparsedit import SparseDiTMethod, cell_centres, pool, pruning_rate, sparse_grid, upsample
 from shiva.modules.lapsum import lapsum_topk
-from shiva.modules.neuralsort import neuralsort_topk, relaxed_permutation
+from shiva.modules.neuralsort import neuralsort_topk, relaxed_permutation, total_distance
 from shiva.modules.soft_topk import largest_cost, soft_topk
 from shiva.modules.topk import hard_topk, inclusion
+from shiva.training.stages import Stage, Temperatures, exploration, moment
 
 from method_table import METHODS
 from tiny import BACKBONES, make_sd3, noise
@@ -98,12 +100,23 @@ def test_gradient_of_soft_topk_by_implicit_differentiation(solver: Any) -> None:
     assert torch.autograd.gradcheck(lambda s: soft_topk(s, 4, 0.1, solver, 2000, scale), (s,))
 
 
-def test_all_methods_choose_the_same_tokens_for_the_same_scores() -> None:
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", ["diffcr", "lapsum", "neuralsort", "shiva", "soft-topk"])
+def test_all_methods_choose_the_same_tokens_for_the_same_scores(name: str, training: bool) -> None:
+    model, call, s = make_sd3(), BACKBONES["sd3"].call(2, 8, 8), noise(2, 64, seed=3)
+    with shiva.attach(model, METHODS[name].on, guidance="none") as session, session.trace() as trace:
+        session.method.train(training).scores = lambda x, layer, ctx: s
+        session.method.exploration = Exploration(ratio=0.5)
+        forward(model, call)
+    for layer in (1, 2, 3):
+        assert torch.equal(torch.stack([*trace.positions[0, layer]]), hard_topk(s, 32))
+
+
+def test_gates_change_no_value() -> None:
     x, s = noise(2, 12, 4), noise(2, 12, seed=3)
     expected = hard_topk(s, 5)
     for gates in SELECTORS.values():
-        reduction = input_gates(select(hard_topk(s, 5), s.shape[1]), gates(s, 5, 0.1))
-        assert torch.equal(reduction.positions, expected)
+        reduction = input_gates(select(expected, s.shape[1]), gates(s, 5, 0.1))
         assert torch.equal(reduction.reduce(x), x.gather(1, expected[..., None].expand(-1, -1, 4)))
         assert torch.equal(reduction.restore(reduction.reduce(x), x), x)
 
@@ -135,6 +148,12 @@ def test_neuralsort_equals_difftopk() -> None:
     s = noise(3, 17)
     theirs = difftopk.NeuralSort(tau=2.0)(-s).transpose(1, 2)  # it negates the scores and transposes
     torch.testing.assert_close(relaxed_permutation(s, 2.0), theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_neuralsort_distances_by_a_sort_are_those_of_the_matrix() -> None:
+    s = torch.cat([noise(2, 500), torch.zeros(2, 12)], dim=1)
+    matrix = (s.double().unsqueeze(-1) - s.double().unsqueeze(-2)).abs().sum(dim=-1)
+    torch.testing.assert_close(total_distance(s), matrix.float())
 
 
 def test_neuralsort_equals_its_published_formula() -> None:
@@ -228,6 +247,13 @@ def test_lapsum_learns_its_layers_ratios_and_meets_the_budget() -> None:
     assert len(set(counts)) > 3
 
 
+def test_lapsum_is_built_and_run_in_inference_mode() -> None:
+    model, call = make_sd3(), BACKBONES["sd3"].call(2, 8, 8)
+    with torch.inference_mode(), shiva.attach(model, shiva.LapSum(keep=0.5)) as session:
+        model(**call)
+        assert session.stats[-1].kept["transformer_blocks.2"] == 32
+
+
 def test_lapsum_blocks_hand_their_gradient_to_the_ratio() -> None:
     model = make_sd3()
     with shiva.attach(model, shiva.LapSum(keep=0.5)) as session:
@@ -289,6 +315,14 @@ def test_dydit_union_computes_a_token_for_all_if_any_sample_wants_it() -> None:
     assert kept[False] < kept[True] <= 2 * kept[False] + 1
 
 
+def test_dydit_has_no_whole_graph() -> None:
+    with (
+        shiva.attach(make_sd3(), shiva.DyDiT()) as session,
+        pytest.raises(ValueError, match="follow the data.*pass fullgraph=False"),
+    ):
+        session.compile()
+
+
 def test_dydit_flops_loss_is_one_when_all_on_and_pushes_masks_down() -> None:
     model, call = make_sd3(), BACKBONES["sd3"].call(2, 8, 8)
     with shiva.attach(model, shiva.DyDiT(bias=20.0, flops=0.9)) as session:
@@ -304,6 +338,17 @@ def test_dydit_flops_loss_is_one_when_all_on_and_pushes_masks_down() -> None:
         loss.backward()
         for router in method.routers:
             assert router.logit.bias.grad > 0  # descent lowers the logits
+
+
+def test_dydit_target_goes_on_falling_from_stage_to_stage() -> None:
+    stages = (Stage(name="first", steps=300, trains=("router",)), Stage(name="second", steps=900, trains=("router",)))
+    method, targets = shiva.DyDiT(flops=0.8).build(SPEC), []
+    for step in (0, 299, 300, 600, 1150):
+        now = moment(stages, step)
+        assert now is not None
+        method.exploration = exploration(now, Temperatures(), step, 0.0, 0, None)
+        targets.append(method.target())
+    assert targets == pytest.approx([1.0, 0.9602, 0.96, 0.9, 0.8])
 
 
 def test_dydit_flops_share_is_that_of_the_counted_model() -> None:
@@ -369,6 +414,10 @@ def diffcr_output(ratio: float, training: bool, **options: Any) -> tuple[Tensor,
         result = model(**call)[0]
         (result * noise(*result.shape, seed=6)).sum().backward()
         return result.detach(), method.rho.grad
+
+
+def test_diffcr_bins_named_twice_are_one() -> None:
+    assert shiva.DiffCR(bins=(1.0, 0.5, 0.5)).bins == (0.5, 1.0)
 
 
 def test_diffcr_at_a_bin_equals_the_single_pass() -> None:
@@ -604,23 +653,49 @@ def test_a_checkpoint_brings_the_method_back(name: str, tmp_path: Path) -> None:
         assert torch.equal(forward(model, call), expected)
 
 
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (shiva.DiffCR(), {"keep": 0.8}, "keep is fixed by training; train again to change it$"),
+        (shiva.DyDiT(), {"flops": 0.5}, "flops is fixed by training; train again to change it, or set threshold"),
+        (shiva.LapSum(), {"alpha": 0.5}, "alpha is fixed by training; train again to change it, or set keep"),
+        (shiva.NeuralSort(), {"tau": 0.5}, "tau is fixed by training; train again to change it, or set keep"),
+        (shiva.SoftTopK(), {"epsilon": 0.5}, "epsilon is fixed by training; train again to change it, or set keep"),
+        (shiva.Shiva(), {"estimator": "input"}, "estimator is fixed by training.*or set budget"),
+    ],
+)
+def test_a_trained_checkpoint_refuses_what_would_change_nothing(
+    config: MethodConfig, changes: dict[str, Any], message: str
+) -> None:
+    checkpoint = shiva.ShivaCheckpoint.of(config.build(SPEC))
+    with pytest.raises(ValueError, match=message):
+        checkpoint.method(**changes)
+    if config.knob is not None:
+        checkpoint.method(**{config.knob: 0.7})
+
+
+IN_PIPELINES = [(name, backbone) for name in TRAINED for backbone in PIPELINES if backbone in METHODS[name].backbones]
+
+
+@pytest.mark.parametrize(("name", "backbone"), IN_PIPELINES)
+def test_a_guided_pipeline_runs_and_runs_again_alike(name: str, backbone: str) -> None:
+    tiny = PIPELINES[backbone]
+    pipe = tiny.make()
+    pipe.set_progress_bar_config(disable=True)
+    dense = tiny.image(pipe)
+    with shiva.attach(pipe, METHODS[name].on):
+        first, second = tiny.image(pipe), tiny.image(pipe)
+    assert torch.equal(first, second), "a run must not remember the one before it"
+    assert not torch.equal(first, dense)
+    assert torch.equal(tiny.image(pipe), dense)
+
+
 @pytest.mark.parametrize("name", TRAINED)
 def test_presets_and_guidance_are_declared(name: str) -> None:
     config = type(METHODS[name].on)
     assert config.preset("official") == config()
     assert isinstance(config.preset("paper"), config)
     assert config().build(BackboneSpec("toy", 24, 8, 8, 8)).guidance in ("shared", "per-sample", "max")
-
-
-@pytest.mark.parametrize("name", ["diffcr", "lapsum", "neuralsort", "soft-topk"])
-def test_guidance_halves_keep_the_same_tokens_under_the_max_policy(name: str) -> None:
-    model, call = make_sd3(), BACKBONES["sd3"].call(2, 8, 8)
-    call["hidden_states"] = call["hidden_states"][:1].repeat(2, 1, 1, 1)
-    with shiva.attach(model, METHODS[name].on) as session:
-        forward(model, call)
-        assert session.ctx.guidance_pairs
-        first, second = session.ctx.memory["indices", 2]
-        assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize(
@@ -654,9 +729,15 @@ def test_price_at_the_real_shape_of_sd3(config: MethodConfig, tera: float) -> No
         (lambda: shiva.DyDiT(flops=0.0), r"flops=0\.0 is not above 0"),
         (lambda: shiva.DyDiT(warmup=0), "warmup=0"),
         (lambda: shiva.DiffCR(bins=(0.5,)), "fewer than two ratios"),
+        (lambda: shiva.DiffCR(bins=(0.5, 0.5)), "fewer than two ratios"),
         (lambda: shiva.DiffCR(regions=0), "regions=0 is below 1"),
+        (lambda: shiva.DiffCR(budget_weight=-1.0), r"budget_weight=-1\.0 is below 0"),
+        (lambda: shiva.DyDiT(flops_weight=-1.0), r"flops_weight=-1\.0 is below 0"),
         (lambda: shiva.SparseDiT(rates=(0.8, 0.5)), "must rise"),
+        (lambda: shiva.SparseDiT(rates=(0.5,)), r"rates=\(0\.5,\) must rise"),
         (lambda: shiva.SparseDiT(split=(2, 1, 1, 1)), "must be"),
+        (lambda: shiva.SparseDiT(split=(1, 3, 1)), r"split=\(1, 3, 1\) must be"),
+        (lambda: shiva.SparseDiT(bottom=-1), "bottom=-1 is below 0"),
     ],
 )
 def test_wrong_options_are_refused_with_the_value(make: Callable[[], MethodConfig], message: str) -> None:

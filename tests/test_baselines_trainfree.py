@@ -442,8 +442,8 @@ def test_toma_shares_destinations_over_the_batch_and_leaves_weights_to_each_samp
             output(model, call)
             assert session.ctx is not None
             key = "transformer_blocks"
-            chosen[source] = session.ctx.run["destinations", key, 0].value
-            weights = session.ctx.run["assignment", key, 0].value
+            chosen[source] = session.ctx.run["destinations", key, 0]
+            weights = session.ctx.run["assignment", key, 0]
             assert chosen[source].shape == (1, 4, 8)
             assert weights.shape == (2, 4, 8, 16)
             assert not torch.equal(weights[0], weights[1])
@@ -458,13 +458,44 @@ def test_toma_merges_and_refreshes_at_its_steps() -> None:
         for timestep in timesteps:
             output(model, call_sd3(2, 8, 8, timestep))
             assert session.ctx is not None
-            run = session.ctx.run
-            made.append(
-                (run["destinations", "transformer_blocks", 0].step, run["assignment", "transformer_blocks", 0].step)
-            )
+            steps = session.ctx.run["made"].at
+            made.append(tuple(steps[kind, "transformer_blocks", 0] for kind in ("destinations", "assignment")))
             kept.append(session.stats[-1].kept["transformer_blocks.1.attn"])
     assert kept == [32, 64] * 4
     assert made == [(0, 0), (0, 0), (0, 2), (0, 2), (4, 4), (4, 4), (4, 6), (4, 6)]
+
+
+def test_toma_takes_the_conditional_half_where_the_pipeline_puts_it() -> None:
+    """SD3 puts it second, DiT first."""
+    for backbone, half in (("sd3", 1), ("dit", 0)):
+        tiny = BACKBONES[backbone]
+        model, call, chosen = tiny.make(), tiny.call(2, 8, 8), {}
+        for source, batch in {"cond": call, "first": flipped(call, half)}.items():
+            with shiva.attach(model, shiva.ToMA(skip=1, select_from=source), guidance="batched") as session:
+                output(model, batch)
+                assert session.ctx is not None
+                chosen[source] = session.ctx.run["destinations", "transformer_blocks", 0]
+        assert torch.equal(chosen["cond"], chosen["first"])
+
+
+def flipped(call: dict[str, Any], first: int) -> dict[str, Any]:
+    """A batch of two whose sample `first` comes first."""
+    order = [first, 1 - first]
+    return {name: value[order] if isinstance(value, Tensor) else value for name, value in call.items()}
+
+
+@pytest.mark.parametrize(("grid", "height", "width"), [((61, 64), 1, 4), ((53, 64), 1, 4), ((49, 64), 7, 4)])
+def test_toma_finds_tiles_on_awkward_grids(grid: tuple[int, int], height: int, width: int) -> None:
+    method, ctx = shiva.ToMA().build(SPEC), StepContext(grid=grid, timestep=900.0)
+    method.begin_step(ctx)
+    assert ctx.memory["merges"]
+    assert toma.tiling(grid, 4)[1::2] == (height, width)
+
+
+def test_toma_refuses_a_grid_that_no_tile_fits() -> None:
+    method = shiva.ToMA().build(SPEC)
+    with pytest.raises(ValueError, match=r"tile=4 cuts a 53x53 grid into tiles of 1x1.*pass a larger tile"):
+        method.begin_step(StepContext(grid=(53, 53), timestep=900.0))
 
 
 def test_toma_on_flux_merges_attention_in_double_and_whole_single_blocks() -> None:
@@ -502,7 +533,6 @@ def two_steps(
     session, timesteps = sampled(model, config, 6)
     first = output(model, pair(call(2, 8, 8, timesteps[0])))
     output(model, pair(call(2, 8, 8, timesteps[1])))
-    session.detach()
     return session, first
 
 
@@ -554,6 +584,17 @@ def test_ibtm_without_a_guidance_pair_says_why() -> None:
         output(model, call_sd3(1, 8, 8, timesteps[0]))
         with pytest.raises(RuntimeError, match="raise guidance_scale above 1"):
             output(model, call_sd3(1, 8, 8, timesteps[1]))
+
+
+def test_ibtm_uses_no_map_twice_when_guidance_ends_within_a_run() -> None:
+    model = make_sd3()
+    session, timesteps = sampled(model, ibtm(), 6)
+    with session:
+        for timestep in timesteps[:2]:
+            output(model, pair(call_sd3(2, 8, 8, timestep)))
+        output(model, call_sd3(1, 8, 8, timesteps[2]))  # the step before it still had both predictions
+        with pytest.raises(RuntimeError, match="keep it there to the last step"):
+            output(model, call_sd3(1, 8, 8, timesteps[3]))
 
 
 def test_ibtm_on_flux_needs_the_two_calls_of_true_guidance() -> None:
@@ -608,7 +649,8 @@ def test_ibtm_drops_before_it_merges(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: shiva.ToMA(skip=-1), "skip=-1 must be at least 0"),
         (lambda: shiva.IBTM(layers=(5, 2)), "pass \\(first, last\\)"),
         (lambda: shiva.IBTM(pool=0.0), "pool=0.0 must be above 0"),
-        (lambda: shiva.attach(make_sd3(), shiva.IBTM()), "widen its layers or sites"),
+        (lambda: shiva.attach(make_sd3(), shiva.IBTM()), "layers=\\(7, 20\\) ends behind the last of the 4 layers"),
+        (lambda: shiva.attach(make_sd3(), ibtm(), guidance="none"), "compares the two predictions of guidance"),
         (lambda: shiva.attach(make_sd3(), shiva.ToMeSD(sites="cross_attention")), "widen its layers or sites"),
     ],
 )
@@ -619,8 +661,32 @@ def test_a_bad_option_is_named_with_its_fix(make: Callable[[], Any], message: st
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_presets_build_for_a_backbone(config: type[MethodConfig]) -> None:
+    spec = replace(SPEC, layers=24)
     for name in ("official", *config.presets):
-        assert config.preset(name).build(SPEC).guidance in ("shared", "per-sample", "max")
+        assert config.preset(name).build(spec).guidance in ("shared", "per-sample", "max")
+
+
+# -- runs that change ------------------------------------------------------------------------------------
+
+CHANGING: dict[str, MethodConfig] = {
+    "sdtm": shiva.SDTM(round_to=1, switch=1, protect_every=5),
+    "toma": shiva.ToMA(skip=1, every=1, select_every=3, assign_every=3),
+    "toma-per-sample": shiva.ToMA(skip=1, every=1, select_every=3, assign_every=3, guidance="per-sample"),
+}
+
+
+@pytest.mark.parametrize("method", CHANGING)
+def test_guidance_may_end_and_the_image_grow_within_falling_timesteps(method: str) -> None:
+    model = make_sd3()
+    with shiva.attach(model, CHANGING[method]) as session:
+        output(model, pair(call_sd3(2, 8, 8, 900.0)))
+        output(model, pair(call_sd3(2, 8, 8, 800.0)))
+        output(model, call_sd3(1, 8, 8, 700.0))
+        assert len(session.stats) == 3, "the same run, without its second half"
+        grown = output(model, call_sd3(1, 8, 6, 600.0))
+        assert len(session.stats) == 1, "another size is another run"
+        session.begin_run()
+        assert torch.equal(output(model, call_sd3(1, 8, 6, 600.0)), grown)
 
 
 # -- pipelines ---------------------------------------------------------------------------------------
@@ -648,17 +714,39 @@ def test_a_guided_pipeline_runs_and_runs_again_alike(method: str, backbone: str)
     assert torch.equal(tiny.image(pipe, steps=4), dense)
 
 
+COMPILED: dict[str, tuple[MethodConfig, int]] = {
+    "tomesd": (AT_WORK["tomesd"], 1),
+    "tofu": (AT_WORK["tofu"], 1),
+    "sdtm": (shiva.SDTM.preset("merge_only", deviation=0.0, round_to=1), 2),  # its counter begins, and goes on
+    "toma": (shiva.ToMA(skip=1, every=1, select_every=2), 2),  # destinations are made, or reused
+    "ibtm": (shiva.IBTM(layers=(0, 1), merge_from=2), 3),  # partition, prune, merge
+    "neuralsort": (shiva.NeuralSort(keep=0.5), 1),
+    "diffcr": (shiva.DiffCR(initial=0.5), 1),
+    "sparsedit": (shiva.SparseDiT(rates=(0.5, 0.5), split=(1, 0, 1, 0), bottom=0, top=0), 1),
+}
+"""Methods, and how many graphs a run of theirs may need."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", AT_WORK)
-def test_a_step_compiles_as_one_graph(method: str) -> None:
-    model, call, results = make_sd3(), call_sd3(2, 8, 8), []
-    config = shiva.SDTM.preset("merge_only", round_to=1) if method == "sdtm" else AT_WORK[method]
-    for compiled in (False, True):
-        with shiva.attach(model, config) as session:
-            if compiled:
-                session.compile(backend="eager")
-            results.append(output(model, call))
-    assert torch.equal(*results)
+@pytest.mark.parametrize("method", COMPILED)
+def test_a_run_compiles_to_one_graph_per_kind_of_step(method: str) -> None:
+    torch._dynamo.reset()
+    model, (config, expected) = make_sd3(layers=2), COMPILED[method]
+    calls = [pair(call_sd3(2, 8, 8, timestep)) for timestep in (900.0, 800.0, 700.0, 600.0)]
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with shiva.attach(model, config) as session:
+        eager = [output(model, call) for call in calls]
+        session.compile(backend=backend)
+        compiled = [output(model, call) for call in calls]
+    for ours, theirs in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert len(graphs) == expected
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("backbone", ["sd3", "flux", "pixart"])

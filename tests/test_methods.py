@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ SQUARE_ONLY = {"dit"}  # DiTTransformer2DModel itself only unpatchifies squares
 ON_GRIDS = [(m, b, g) for m, b in PAIRS for g in [(8, 8), (6, 10), (7, 9)] if g[0] == g[1] or b not in SQUARE_ONLY]
 PER_SAMPLE = [(m, b) for m, b in PAIRS if getattr(METHODS[m].on, "guidance", "per-sample") != "shared"]
 TRAINED = [(m, b) for m, b in PAIRS if METHODS[m].differentiable]
+IN_HALF = [(m, b) for m, b in PAIRS if b in ("sd3", "flux")]
 
 
 def output(model: nn.Module, call: dict[str, Any]) -> Tensor:
@@ -67,13 +69,44 @@ def test_realised_counts_are_the_declared_ones_on_any_grid(method: str, backbone
     with shiva.attach(model, row.on) as session:
         result = output(model, tiny.call(2, *grid))
         assert result.isfinite().all()
-        record = session.stats[-1]
-        assert record.tokens == tokens
-        assert any(kept < tokens for kept in record.kept.values())
-        if row.kept is not None:
-            for site in session.backbone.sites(model):
-                if site.name in record.kept:
-                    assert record.kept[site.name] == row.kept(site.kind, site.layer, tokens), site.name
+        assert_declared_counts(session, row, tokens)
+
+
+def assert_declared_counts(session: Session, row: Row, tokens: int) -> None:
+    record = session.stats[-1]
+    assert record.tokens == tokens
+    assert any(kept < tokens for kept in record.kept.values())
+    if row.kept is not None:
+        for site in session.backbone.sites(session.transformer):
+            if site.name in record.kept:
+                assert record.kept[site.name] == row.kept(site.kind, site.layer, tokens), site.name
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("method", "backbone"), IN_HALF)
+def test_half_precision_and_autocast_reduce_alike(method: str, backbone: str, autocast: bool) -> None:
+    tiny, row = BACKBONES[backbone], METHODS[method]
+    model, call = tiny.make(), tiny.call(2, 8, 8)
+    if not autocast:
+        model, call = model.bfloat16(), halved(call)
+    with shiva.attach(model, row.on) as session, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        result = output(model, call)
+        assert result.dtype == torch.bfloat16
+        assert result.isfinite().all()
+        assert_declared_counts(session, row, 64)
+        if row.differentiable:
+            session.method.train()
+            assert model(**call)[0].isfinite().all()
+
+
+def halved(call: dict[str, Any]) -> dict[str, Any]:
+    """The call in bfloat16; ids stay as they are."""
+    return {
+        key: value.bfloat16()
+        if isinstance(value, Tensor) and value.is_floating_point() and not key.endswith("_ids")
+        else value
+        for key, value in call.items()
+    }
 
 
 @pytest.mark.parametrize(("method", "backbone"), PER_SAMPLE)
@@ -82,10 +115,41 @@ def test_a_batch_of_different_samples_equals_single_runs(method: str, backbone: 
     tiny, row = BACKBONES[backbone], METHODS[method]
     model, call = tiny.make(), tiny.call(2, 8, 8)
     torch.manual_seed(0)
-    with shiva.attach(model, row.on, guidance="none"):
+    with shiva.attach(model, row.on):
         together = output(model, call)
         singles = [output(model, sample(call, i)) for i in range(2)]
     torch.testing.assert_close(together, torch.cat(singles), rtol=1e-4, atol=1e-5)
+
+
+def policies(name: str) -> list[str]:
+    """The policies under which both guidance halves of a method must keep the same tokens."""
+    kept = []
+    for policy in ("shared", "max"):
+        with contextlib.suppress(ValueError):  # not one of its own
+            METHODS[name].on.changed({"guidance": policy})
+            kept.append(policy)
+    return kept
+
+
+@pytest.mark.parametrize(("method", "policy"), [(name, policy) for name in METHODS for policy in policies(name)])
+def test_guidance_halves_and_branches_keep_the_same_tokens_under_a_joint_policy(method: str, policy: str) -> None:
+    row = METHODS[method]
+    config = row.on.changed({"guidance": policy})
+    model, call = BACKBONES["sd3"].make(), BACKBONES["sd3"].call(2, 8, 8)
+    call["hidden_states"] = call["hidden_states"][:1].repeat(2, 1, 1, 1)
+    with shiva.attach(model, config) as session, session.trace() as trace:
+        output(model, call)
+    assert trace.positions
+    assert torch.equal(trace.masks(row=0), trace.masks(row=1))
+    if "flux" in row.backbones:
+        model, call = BACKBONES["flux"].make(), BACKBONES["flux"].call(1, 8, 8)
+        with shiva.attach(model, config) as session, session.trace() as trace:
+            output(model, call)
+            first = trace.masks()
+            output(model, {**call, "encoder_hidden_states": -call["encoder_hidden_states"]})
+            assert session.ctx is not None
+            assert session.ctx.branch == 1
+        assert torch.equal(trace.masks(), first)
 
 
 def sample(call: dict[str, Any], index: int) -> dict[str, Any]:

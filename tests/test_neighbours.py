@@ -14,7 +14,9 @@ from torch import nn
 
 import shiva
 from pipelines import PIPELINES
-from shiva.modules.merging import group_mean
+from shiva.core.reduction import select
+from shiva.methods.dydit import flat_selection
+from shiva.modules.merging import group_mean, match
 from shiva.runs import RunTracker
 
 from method_table import METHODS
@@ -164,3 +166,19 @@ def test_the_mean_of_a_large_group_is_right_in_bfloat16() -> None:
     mean = group_mean(same[:, :1], same[:, 1:], torch.zeros(1, 1000, dtype=torch.long))
     assert mean.dtype == torch.bfloat16
     torch.testing.assert_close(mean.float(), torch.full((1, 1, 4), 1.5))
+
+
+def test_results_of_another_precision_than_the_input_are_put_back_in_theirs() -> None:
+    """On CUDA autocast norms in float32 and multiplies in bfloat16; a CPU's autocast would hide a mismatch."""
+    for reduction in (select(torch.tensor([[1, 3]]), 4), flat_selection(torch.tensor([[False, True, False, True]]))):
+        restored = reduction.restore(torch.ones(1, 2, 3, dtype=torch.bfloat16), torch.zeros(1, 4, 3))
+        assert restored.dtype == torch.bfloat16
+        assert restored[0, :, 0].tolist() == [0, 1, 0, 1]
+
+
+def test_near_ties_in_bfloat16_are_told_apart() -> None:
+    """Cosines near 1 have eight bits in bfloat16; all of them are compared in float32."""
+    x = (torch.ones(1, 256, 64) + 0.05 * noise(1, 256, 64)).bfloat16()
+    destinations, sources = torch.arange(64), torch.arange(64, 256)
+    exact = match(x.float(), destinations, sources, 96)
+    assert torch.equal(match(x, destinations, sources, 96).sources, exact.sources)

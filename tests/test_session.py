@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -328,6 +330,20 @@ def test_summary_is_readable_by_people_and_programs() -> None:
     assert {"router", "sort", "gather", "scatter"} <= described["seconds"].keys()
     assert "transformer_blocks.3" in str(summary)
     assert f"{described['flops_share']:.1%} of dense" in str(summary)
+
+
+def test_detach_lets_go_of_what_the_run_carried() -> None:
+    model, call = make_sd3(), BACKBONES["sd3"].call(2, 6, 6)
+    session = shiva.attach(model, shiva.SDTM())
+    run(model, call)
+    assert session.summary().cached_bytes > 0
+    assert session.ctx is not None
+    carried = [weakref.ref(value) for value in session.ctx.run.values()]
+    session.detach()
+    gc.collect()
+    assert all(value() is None for value in carried)
+    with pytest.raises(RuntimeError, match="ask for its cost or summary before detach"):
+        session.summary()
 
 
 def test_an_architecture_from_outside_can_be_added() -> None:

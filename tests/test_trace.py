@@ -11,6 +11,9 @@ import torch
 import shiva
 from pipelines import PIPELINES
 
+from method_table import METHODS
+from tiny import BACKBONES
+
 
 def test_masks_are_the_tokens_that_ran_and_scores_explain_them(tmp_path: Path) -> None:
     tiny = PIPELINES["sd3"]
@@ -60,3 +63,17 @@ def test_a_traced_step_leaves_the_compiled_one_out(tmp_path: Path) -> None:
         with session.trace() as trace:
             tiny.image(pipe, steps=1)
     assert trace.positions
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_shows_each_sample_its_own_tokens(name: str) -> None:
+    tiny = BACKBONES["sd3"]
+    model = tiny.make()
+    with torch.no_grad(), shiva.attach(model, METHODS[name].on) as session, session.trace() as trace:
+        model(**tiny.call(2, 6, 10))
+        record = session.stats[-1]
+    assert trace.positions
+    for step, layer in trace.positions:
+        shown = sum(int(trace.mask(step, layer, row).sum()) for row in range(2)) / 2
+        sites = [kept for name, kept in record.kept.items() if name.startswith(f"transformer_blocks.{layer}")]
+        assert round(shown) in sites

@@ -256,7 +256,9 @@ class ShivaCheckpoint(
         """The trained method, with some of its options changed (budget, flops, bucket, share_pairs, ...)."""
         fixed = self.method_config.fixed & overrides.keys()
         if fixed:
-            raise ValueError(f"{sorted(fixed)[0]} is fixed by training; train again to change it")
+            knob = self.method_config.knob
+            instead = f", or set {knob}, which needs no training" if knob else ""
+            raise ValueError(f"{sorted(fixed)[0]} is fixed by training; train again to change it{instead}")
         method = self.method_config.changed(overrides).build(self.origin.backbone)
         method.load_state_dict(self.weights)
         method.load_tables(self.tables)

@@ -30,10 +30,10 @@ class Run:
 class RunTracker:
     """Follows the calls of one transformer.
 
-    Timesteps fall within a run, so a higher one begins a new run, and so does a new `scheduler.timesteps` tensor
-    whatever its values. The same timestep with the very same latents tensor is the other branch of sequential
-    guidance. With other latents it is the next step if the scheduler has it twice (samplers of second order,
-    timesteps rounded to the same bfloat16), and a new run if not.
+    Timesteps fall within a run, so a higher one begins a new run, and so do a new `scheduler.timesteps` tensor
+    whatever its values and latents of another size. The same timestep with the very same latents tensor is the other
+    branch of sequential guidance. With other latents it is the next step if the scheduler has it twice (samplers of
+    second order, timesteps rounded to the same bfloat16), and a new run if not.
     """
 
     def __init__(self, guidance: str) -> None:
@@ -57,7 +57,8 @@ class RunTracker:
         again = timestep == self._timestep
         repeated = is_planned(self._timesteps, self.run.step + 1, timestep)
         goes_on = timestep < self._timestep or (again and (same_latents or repeated))
-        if rescheduled or not goes_on:
+        resized = self._shape is not None and latents.shape[1:] != self._shape[1:]
+        if rescheduled or resized or not goes_on:
             self.run = Run(paired=self._pairs(latents))
             if self._timesteps is not None and timestep == timestep:
                 self.run.step = nearest(self._timesteps, timestep)

@@ -87,7 +87,7 @@ class SiteHook(ModelHook):
         def run(image: Tensor, reduction: Reduction | None) -> Streams:
             ctx.kept[site.name] = image.shape[1]
             if ctx.trace is not None and reduction is not None:
-                ctx.trace.positions[ctx.step, site.layer] = reduction.positions
+                ctx.trace.note(ctx.step, site.layer, reduction.positions, x.shape[0])
             return site.run(forward, call, image, reduction, ctx)
 
         streams = session.method.around(run, x, site.base_of(x), site, ctx) if self.acts else run(x, None)
@@ -108,6 +108,11 @@ class Session:
         guidance: str = "auto",
         adapter: AttachedAdapter | None = None,
     ):
+        if guidance == "none" and method.needs_guidance:
+            raise ValueError(
+                f"{method} compares the two predictions of guidance, and guidance='none' says there is one; "
+                "pass 'auto', 'batched' or 'sequential'"
+            )
         self.transformer = transformer
         self.backbone = backbone
         self.method = method
@@ -149,7 +154,7 @@ class Session:
                 f"{self.spec.name} ({self.spec.layers} layers); widen its layers or sites"
             )
         self.method.check_sites(acting)
-        whole = {site.layer for site in acting if site.kind == "keys"}
+        whole = {site.layer for site in acting if site.kind == "keys" and self.method.whole_keys(site.layer)}
         try:
             self._prepared.enter_context(self.backbone.whole_keys(self.transformer, whole))
             for site in sites:
@@ -166,7 +171,10 @@ class Session:
         self._hooked.append(Hooked(module, own, module.forward))
 
     def detach(self) -> None:
-        """Remove every trace of the session; the pipeline computes exactly as before it."""
+        """Remove every trace of the session and let go of its run; the pipeline computes exactly as before it."""
+        if self.ctx is not None:
+            self.ctx.run.clear()
+            self.ctx.memory.clear()
         for hooked in reversed(self._hooked):
             hooked.release()
         self._hooked.clear()
@@ -271,6 +279,7 @@ class Session:
             channels=latents.shape[1 if latents.ndim == 4 else -1],
             text_tokens=around.text_tokens,
             guidance_pairs=run.paired,
+            conditional_half=self.backbone.conditional_half,
             branch=run.branch,
             run=run.memory,
             blocks_adjoin=all(call.get(name) is None for name in BETWEEN_BLOCKS),
@@ -314,8 +323,13 @@ class Session:
         """Compile the transformer with `torch.compile`, the session's bookkeeping outside the graph.
 
         Token counts are static, so there is one graph per distinct row of the schedule; round them with
-        `bucket` if the rows are many. With `dynamic=True` one graph serves all counts.
+        `bucket` if the rows are many. With `dynamic=True` one graph serves all counts. A method whose counts
+        follow the data (DyDiT) has no whole graph: pass `fullgraph=False`.
         """
+        if fullgraph and not self.method.static:
+            raise ValueError(
+                f"token counts of {self.method} follow the data and break the graph; pass fullgraph=False"
+            )
         forward = self._original_forward()
         compiled = torch.compile(forward, fullgraph=fullgraph, dynamic=dynamic, **options)
 
@@ -350,10 +364,13 @@ class Session:
         """
         if self._example is None:
             raise RuntimeError("no call has been seen yet; run the pipeline once, then ask for its cost")
+        if not self.attached:
+            raise RuntimeError("the session is detached; ask for its cost or summary before detach()")
         example = self._example
         around = self.backbone.surroundings(self.transformer, example)
         shapes = StepContext(grid=around.grid, timestep=0.0, text_tokens=around.text_tokens)
-        keys = [s for s in self.backbone.sites(self.transformer) if s.kind == "keys" and self.method.selects(s)]
+        acting = filter(self.method.selects, self.backbone.sites(self.transformer))
+        keys = [site for site in acting if site.kind == "keys" and self.method.whole_keys(site.layer)]
         self._probe = {}
         try:
             with self.disabled(), caches_off(self.transformer), offloading_off(self.transformer):

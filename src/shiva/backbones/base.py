@@ -176,6 +176,8 @@ class Backbone:
     """Class names of the transformers it handles."""
     latents: ClassVar[str] = "hidden_states"
     """The transformer's argument with the noisy latents."""
+    conditional_half: ClassVar[int] = 1
+    """Which half of a batch under classifier-free guidance the pipeline gives the prompt, 0 or 1."""
 
     def blocks(self, transformer: Any) -> list[nn.Module]:
         return list(transformer.transformer_blocks)

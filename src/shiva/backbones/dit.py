@@ -10,6 +10,7 @@ from shiva.core.method import BackboneSpec
 
 class DiT(Backbone):
     transformers = ("DiTTransformer2DModel",)
+    conditional_half = 0
 
     def sites(self, transformer: Any) -> list[Site]:
         mask = "attention_mask"

@@ -53,6 +53,8 @@ class StepContext:
     """Length of the text that leads a joint sequence (Flux single blocks)."""
     guidance_pairs: bool = False
     """The batch is [first half, second half] of classifier-free guidance over the same latents."""
+    conditional_half: int = 1
+    """Which of the two is the prompt's own, 0 or 1."""
     branch: int = 0
     """0, or 1 for the second call of a step under sequential guidance."""
     time_embedding: Tensor | None = None

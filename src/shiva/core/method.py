@@ -80,9 +80,7 @@ class Exploration:
     tau_sel: float = 0.1
     """Temperature of the inclusion, as a share of N."""
     step: int = 0
-    """Optimizer steps taken in this stage."""
-    steps: int = 1
-    """Optimizer steps of this stage in all."""
+    """Optimizer steps taken so far, in all stages."""
     index: int = 0
     """Which micro-batch of the global batch this is, counted over ranks and accumulation steps."""
 
@@ -92,6 +90,10 @@ class Method(nn.Module):
 
     sites: frozenset[SiteKind] = frozenset({"block"})
     guidance: GuidancePolicy = "per-sample"
+    static: ClassVar[bool] = True
+    """Whether every count of tokens is known before a step starts."""
+    needs_guidance: ClassVar[bool] = False
+    """Whether it compares the two predictions of classifier-free guidance."""
     needs_signals: ClassVar[bool] = False
     """Whether `ctx.time_embedding` and `ctx.prompt` must be filled in."""
     needs_updates: bool = False
@@ -127,6 +129,10 @@ class Method(nn.Module):
     def selects(self, site: Place) -> bool:
         """Whether the method acts at this site at all."""
         return site.kind in self.sites
+
+    def whole_keys(self, layer: int) -> bool:
+        """Whether a layer's tokens, however few, attend to all others."""
+        return False
 
     def check_sites(self, sites: Sequence[Place]) -> None:
         """Refuse a transformer that lacks sites the method cannot do without; `sites` are those it selects."""
@@ -185,7 +191,9 @@ class MethodConfig:
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     fixed: ClassVar[frozenset[str]] = frozenset()
-    """Fields that shape the weights; a trained checkpoint cannot change them."""
+    """Fields that shape the weights or say how to train them; a trained checkpoint cannot change them."""
+    knob: ClassVar[str | None] = None
+    """The field that changes what a trained checkpoint costs, where one does."""
     either: ClassVar[frozenset[str]] = frozenset()
     """Fields of which one at most may be set: changing one clears the others."""
     known: ClassVar[dict[str, type[MethodConfig]]] = {}

@@ -27,7 +27,7 @@ class Reduction:
 
     reduce: Callable[[Tensor], Tensor]  # (B, N, D) -> (B, K, D)
     restore: Callable[[Tensor, Tensor], Tensor]  # results (B, K, D), base (B, N, D) -> (B, N, D)
-    positions: Tensor  # (B, K): the grid position each reduced token stands for
+    positions: Tensor  # (B, K): the grid position each reduced token stands for; a list over samples: its rows (1, M)
     whole_keys: bool = False
     """Attention inside still sees a key of every token, so a mask over keys stays whole."""
 
@@ -46,8 +46,8 @@ def gather(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def scatter(values: Tensor, base: Tensor, rows: Tensor) -> Tensor:
-    """A copy of base (B, N, D) with values (B, K, D) written at `flat_rows`."""
-    return base.flatten(0, 1).index_copy(0, rows, values.flatten(0, 1)).view(base.shape)
+    """A copy of base (B, N, D) with values (B, K, D) written at `flat_rows`; theirs is the dtype under autocast."""
+    return base.to(values.dtype).flatten(0, 1).index_copy(0, rows, values.flatten(0, 1)).view(base.shape)
 
 
 def select(indices: Tensor, tokens: int) -> Reduction:

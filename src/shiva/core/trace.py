@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,15 +14,15 @@ from torch import Tensor
 class Trace:
     """What one sampling run chose, by (step, layer); a new run starts it afresh. Layers that ran dense are absent.
 
-    Rows of the batch are the transformer's: under batched guidance its second half is the prompt's own. Under
-    sequential guidance the last call of a step is what stays.
+    Rows of the batch are the transformer's: under batched guidance its second half is the prompt's own (DiT's
+    first). Under sequential guidance the last call of a step is what stays.
     """
 
     grid: tuple[int, int] = (0, 0)
     layers: int = 0
     timesteps: dict[int, float] = field(default_factory=dict)
     """Of each step seen so far."""
-    positions: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # (B, K)
+    positions: dict[tuple[int, int], Sequence[Tensor]] = field(default_factory=dict)  # (K,) of each sample
     scores: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # (B, N)
     """Of the methods that score tokens."""
 
@@ -30,6 +32,14 @@ class Trace:
             self.timesteps, self.positions, self.scores = {}, {}, {}
         self.grid, self.layers = grid, layers
         self.timesteps[step] = timestep
+
+    def note(self, step: int, layer: int, positions: Tensor, batch: int) -> None:
+        """A layer runs on positions (B, K) of a batch, or on rows (1, M) of it flattened."""
+        if len(positions) == batch:
+            self.positions[step, layer] = tuple(positions)
+        else:
+            rows, tokens = positions[0], math.prod(self.grid)
+            self.positions[step, layer] = tuple(rows[rows // tokens == sample] % tokens for sample in range(batch))
 
     def mask(self, step: int, layer: int, row: int = -1) -> Tensor:
         """Which tokens (rows, columns) of one sample a layer ran on; all of them where it ran dense."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -28,6 +29,8 @@ class GatedTopKConfig(SelectConfig):
 
     keep: float = 0.8
     """Share of image tokens each reduced block runs on."""
+
+    knob: ClassVar = "keep"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -121,7 +121,6 @@ class SelectMethod(RejectedMethod):
         return site.kind == "block" or (site.kind == "keys" and self.whole_keys(site.layer))
 
     def whole_keys(self, layer: int) -> bool:
-        """Whether a layer's selected tokens attend to all others."""
         return self.config.attends == "all" and self.ever_caches(layer)
 
     def check_sites(self, sites: Sequence[Place]) -> None:

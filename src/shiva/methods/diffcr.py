@@ -56,16 +56,18 @@ class DiffCR(RejectedConfig):
     """How the two guidance halves agree on tokens."""
 
     presets: ClassVar = {"paper": {"keep": 0.876, "dense": (0,)}}
-    fixed: ClassVar = frozenset({"regions"})
+    fixed: ClassVar = frozenset({"keep", "regions", "budget_weight", "initial"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         options.share("keep", self.keep)
         options.share("initial", self.initial)
         options.choice("guidance", self.guidance, ("shared", "per-sample", "max"))
-        bins = tuple(sorted(options.share("bins", value) for value in self.bins))
-        if len(set(bins)) < 2:
+        bins = tuple(sorted({options.share("bins", value) for value in self.bins}))
+        if len(bins) < 2:
             raise ValueError(f"bins={self.bins} holds fewer than two ratios; pass at least two to mix")
+        if not self.budget_weight >= 0:
+            raise ValueError(f"budget_weight={self.budget_weight} is below 0; pass 0 to leave the budget free")
         if self.regions < 1:
             raise ValueError(f"regions={self.regions} is below 1; pass 4, or 1 for ratios by layer alone")
         object.__setattr__(self, "bins", bins)
@@ -186,10 +188,10 @@ class DiffCRMethod(RejectedMethod):
         lower = self.single_pass(run, x, scores, bin_count(low, x.shape[1]), site, ctx)
         upper = self.single_pass(run, x, scores, bin_count(high, x.shape[1]), site, ctx)
         ctx.kept[site.name] = round(float(rho.detach()) * x.shape[1])  # between the two passes
-        mixed = Streams(torch.lerp(lower.image, upper.image, weight.to(x.dtype)))
+        mixed = Streams(torch.lerp(lower.image, upper.image, weight.to(lower.image.dtype)))
         if lower.text is None or upper.text is None:
             return mixed
-        return mixed._replace(text=torch.lerp(lower.text, upper.text, weight.to(x.dtype)))
+        return mixed._replace(text=torch.lerp(lower.text, upper.text, weight.to(lower.text.dtype)))
 
     def scores(self, x: Tensor, layer: int, ctx: StepContext) -> Tensor:
         """Router scores (B, N), float32, of tokens x (B, N, D)."""

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from shiva.core import options
 from shiva.core.context import StepContext
 from shiva.core.method import BackboneSpec, GuidancePolicy, Place, Run, unify_guidance
-from shiva.core.reduction import Reduction, Streams, flat_rows, gather, select
+from shiva.core.reduction import Reduction, Streams, flat_rows, gather, scatter, select
 from shiva.methods._rejected import RejectedConfig, RejectedMethod
 from shiva.methods._select import full_precision
 from shiva.modules.rejected import distances, grid_places, nearest_masked
@@ -60,13 +60,16 @@ class DyDiT(RejectedConfig):
     """The router's initial logit: training starts with every token on."""
 
     presets: ClassVar = {"paper": {"flops": 0.8, "union": True}}
-    fixed: ClassVar = frozenset({"shrink"})
+    fixed: ClassVar = frozenset({"flops", "flops_weight", "hold", "warmup", "tau", "shrink", "bias"})
+    knob: ClassVar = "threshold"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         options.share("flops", self.flops)
         options.share("threshold", self.threshold, zero=True)
         options.choice("guidance", self.guidance, ("shared", "per-sample", "max"))
+        if not self.flops_weight >= 0:
+            raise ValueError(f"flops_weight={self.flops_weight} is below 0; pass 0 to leave the FLOPs free")
         if not self.tau > 0:
             raise ValueError(f"tau={self.tau} is not above 0; pass a temperature such as 5")
         if self.shrink < 1:
@@ -111,11 +114,11 @@ def gumbel_mask(logits: Tensor, tau: float) -> Tensor:
 def flat_selection(mask: Tensor) -> Reduction:
     """The tokens of the whole batch at which mask (B, N) holds, as one sample of sum(mask) tokens."""
     rows = mask.flatten().nonzero().squeeze(1)  # (M,)
-
-    def restore(values: Tensor, base: Tensor) -> Tensor:
-        return base.flatten(0, 1).index_copy(0, rows, values[0]).view(base.shape)
-
-    return Reduction(lambda x: x.flatten(0, 1).index_select(0, rows)[None], restore, rows[None])
+    return Reduction(
+        reduce=lambda x: x.flatten(0, 1).index_select(0, rows)[None],
+        restore=lambda values, base: scatter(values, base, rows),
+        positions=rows[None],
+    )
 
 
 class MaskedFFN(NamedTuple):
@@ -135,6 +138,7 @@ class DyDiTMethod(RejectedMethod):
     """A router per FFN."""
 
     sites = frozenset({"ffn"})
+    static = False
     needs_signals = True
     config: DyDiT
 
@@ -169,11 +173,20 @@ class DyDiTMethod(RejectedMethod):
         ctx.kept[site.name] = round(float(mask.detach().sum()) / x.shape[0])  # what inference would compute
         return out._replace(image=out.image * mask[..., None].to(out.image.dtype))
 
-    def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
-        layer = site.layer
-        mask = torch.sigmoid(self.logits(x, site, ctx)) > self.config.threshold  # (B, N)
+    def mask(self, x: Tensor, site: Place, ctx: StepContext) -> Tensor:
+        """Which tokens (B, N) of x (B, N, D) are let in; a second branch takes the first's unless `per-sample`."""
+        key = ("mask", site.layer)
+        if ctx.branch and self.guidance != "per-sample" and key in ctx.memory:
+            return ctx.memory[key]
+        mask = torch.sigmoid(self.logits(x, site, ctx)) > self.config.threshold
         if self.config.union:
             mask = mask.any(dim=0, keepdim=True).expand_as(mask)
+        ctx.memory[key] = mask
+        return mask
+
+    def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
+        layer = site.layer
+        mask = self.mask(x, site, ctx)
         if self.dense_step(ctx.step, ctx) or (self.caches(layer, ctx) and self.cache_of(x, layer, ctx) is None):
             mask = torch.ones_like(mask)
         kept = int(mask.sum())

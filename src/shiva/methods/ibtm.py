@@ -105,10 +105,16 @@ def nearest_destination(destinations: Tensor, sources: Tensor, columns: int, jit
 class IBTMMethod(Method):
     """Ranks tokens by the previous step's guidance difference, which it sees in the model's output."""
 
+    needs_guidance = True
     config: IBTM
 
     def __init__(self, config: IBTM, spec: BackboneSpec):
         super().__init__(config, spec)
+        if config.layers[1] >= spec.layers:
+            raise ValueError(
+                f"layers={config.layers} ends behind the last of the {spec.layers} layers of {spec.name}; "
+                f"pass (first, last) with last at most {spec.layers - 1}"
+            )
         self.sites = frozenset(config.sites)
         self.guidance = config.guidance
 
@@ -130,7 +136,8 @@ class IBTMMethod(Method):
         ctx.run["importance"] = guidance_difference(first, second, ctx.grid, ctx.channels)
 
     def begin_step(self, ctx: StepContext) -> None:
-        """Draw the step's destinations; the second branch of a step takes the first's."""
+        """Draw the step's destinations by the map that the step before left; its second branch takes the first's."""
+        ctx.memory["combine"] = "mean" if ctx.step >= self.config.merge_from else "prune"
         if ctx.branch or not self.config.removed(ctx.tokens):
             return
         generator = seeded(self.config.seed, ctx.step)
@@ -138,15 +145,16 @@ class IBTMMethod(Method):
             cells = windows(ctx.grid)
             ctx.memory["partition"] = partition(cells, draw(cells, self.spec.layers, generator), ctx.tokens)
             return
-        if "importance" not in ctx.run:
+        importance = ctx.run.pop("importance", None)  # none is used twice, should guidance end within the run
+        if importance is None:
             raise RuntimeError(
                 "IBTM ranks tokens by the difference of the two guidance predictions, but the step before had only "
-                "one: raise guidance_scale above 1 (Flux: true_cfg_scale, with a negative prompt), or, if both "
-                "halves are in the batch, attach with guidance='batched'"
+                "one: raise guidance_scale above 1 (Flux: true_cfg_scale, with a negative prompt) and keep it there "
+                "to the last step, or, if both halves are in the batch, attach with guidance='batched'"
             )
         kept = ctx.tokens - self.config.removed(ctx.tokens)
         pool = min(int(self.config.pool * kept), ctx.tokens)
-        order = ctx.run["importance"].argsort(dim=1, descending=True, stable=True)
+        order = importance.argsort(dim=1, descending=True, stable=True)
         ctx.memory["pool"] = order[:, :pool]  # (b, M), b images
         drawn = torch.rand(self.spec.layers, pool, generator=generator).argsort(dim=1)
         ctx.memory["drawn"] = drawn[:, : max(1, ctx.tokens // 4)]  # (L, K)
@@ -173,7 +181,7 @@ class IBTMMethod(Method):
             return merge_best(score + OUTSIDE_BONUS * outside, target, destinations, sources, removed).repeat(halves)
         destinations, sources, outside = (part.repeat(halves, 1) for part in (destinations, sources, outside))
         score, target = best_destination(metric, destinations, sources)
-        return merge_best(score.float() + OUTSIDE_BONUS * outside, target, destinations, sources, removed)
+        return merge_best(score + OUTSIDE_BONUS * outside, target, destinations, sources, removed)
 
     def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
         config = self.config
@@ -181,4 +189,4 @@ class IBTMMethod(Method):
             return None
         make = partial(self.matching, layer=site.layer, ctx=ctx)
         matching = block_matching(site.layer, ctx.memory["input"], self.guidance, ctx, make)
-        return merging(matching, "mean" if ctx.step >= config.merge_from else "prune")
+        return merging(matching, ctx.memory["combine"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -30,6 +31,7 @@ class LapSum(GatedTopKConfig):
     """Weight of the loss (mean keep - keep)^2."""
 
     presets: ClassVar = {"paper": {}}
+    fixed: ClassVar = GatedTopKConfig.fixed | {"alpha", "budget_weight"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,6 +44,13 @@ class LapSum(GatedTopKConfig):
         return LapSumMethod(self, spec)
 
 
+@functools.lru_cache(maxsize=16)
+def shifted_ratios(logits: tuple[float, ...], keep: float, dense: tuple[int, ...]) -> list[float]:
+    """Each layer's ratio after the shift of all logits at which the reduced ones have the mean `keep`."""
+    table = torch.tensor(logits, dtype=torch.float64)[None]  # (1, L)
+    return RatioSchedule((1000.0,), table, dense=frozenset(dense)).shift(keep).ratios()[0].tolist()
+
+
 class LapSumMethod(GatedTopK):
     config: LapSum
 
@@ -49,7 +58,6 @@ class LapSumMethod(GatedTopK):
         super().__init__(config, spec)
         start = logit(min(max(config.keep, 1e-3), 1 - 1e-3))
         self.ratio_logits = nn.Parameter(torch.full((spec.layers,), start))
-        self._shifted: tuple[int, list[float]] = (-1, [])
 
     def groups(self) -> dict[str, list[nn.Parameter]]:
         return {**super().groups(), "policy": [self.ratio_logits]}
@@ -63,12 +71,7 @@ class LapSumMethod(GatedTopK):
             return super().ratios()
         if self.training:
             return torch.sigmoid(self.ratio_logits.detach()).tolist()
-        version = self.ratio_logits._version
-        if self._shifted[0] != version:
-            logits = self.ratio_logits.detach().double().cpu()[None]  # (1, L)
-            schedule = RatioSchedule((1000.0,), logits, dense=frozenset(self.config.dense))
-            self._shifted = (version, schedule.shift(self.config.keep).ratios()[0].tolist())
-        return self._shifted[1]
+        return shifted_ratios(tuple(self.ratio_logits.tolist()), self.config.keep, self.config.dense)
 
     def gates(self, scores: Tensor, k: int, layer: int, ctx: StepContext) -> Tensor:
         learned = torch.sigmoid(self.ratio_logits[layer]) * ctx.tokens

@@ -25,6 +25,7 @@ class NeuralSort(GatedTopKConfig):
     """Temperature as a share of N: the operator's logits grow with N."""
 
     presets: ClassVar = {"paper": {"keep": 0.843}}
+    fixed: ClassVar = GatedTopKConfig.fixed | {"tau"}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -108,7 +108,7 @@ def structure_matching(metric: Tensor, priority: Tensor, cells: Windows, pick: T
 
     The mean of a window's cosine matrix is the squared length of its mean unit token.
     """
-    likeness = unit(metric)[:, cells.members].mean(dim=2).square().sum(dim=-1)  # (B, C)
+    likeness = unit(metric.float())[:, cells.members].mean(dim=2).square().sum(dim=-1)  # (B, C)
     order = (likeness + priority[:, cells.members].mean(dim=2)).argsort(dim=1, descending=True, stable=True)
     members = ordered_members(cells, pick)[order]  # (B, C, m), best windows first
     chosen, others = members[:, :merged], members[:, merged:]
@@ -153,7 +153,7 @@ class SDTMMethod(Method):
         device, key = metric.device, ("counter", ctx.branch)
         cells = Windows(*(part.to(device) for part in ctx.memory["cells"]))
         counter: Tensor | None = ctx.run.get(key)
-        if counter is None:
+        if counter is None or counter.shape != metric.shape[:2]:
             counter = torch.zeros(metric.shape[:2], device=device)
         if ctx.memory["structure"]:
             priority = counter / counter.mean(dim=1, keepdim=True).clamp(min=1e-6)
@@ -175,7 +175,9 @@ class SDTMMethod(Method):
         make = partial(self.matching, layer=site.layer, ctx=ctx)
         matching = block_matching(site.layer, ctx.memory["metric"][1], self.guidance, ctx, make)
         cached: Tensor | None = ctx.run.get(("cache", site.name, ctx.branch))
-        return merging(matching) if cached is None else blended(matching, cached, self.config.cache_weight)
+        if cached is None or cached.shape != x.shape:
+            return merging(matching)
+        return blended(matching, cached, self.config.cache_weight)
 
     def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         if not ctx.memory["protected"]:

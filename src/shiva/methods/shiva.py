@@ -51,7 +51,8 @@ class Shiva(SelectConfig):
         "paper": {"estimator": "input", "signal_length": "own", "beta": 0.2, "dual": 0.0, "noise_free": False},
         "sweep": {"score": "sweep", "rejected": "cached", "attends": "all"},
     }
-    fixed: ClassVar = SelectConfig.fixed | {"policy"}
+    fixed: ClassVar = SelectConfig.fixed | {"policy", "estimator", "guess", "beta", "dual", "noise_free"}
+    knob: ClassVar = "budget"
     either: ClassVar = frozenset({"budget", "flops"})
 
     def __post_init__(self) -> None:

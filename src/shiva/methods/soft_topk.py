@@ -29,6 +29,7 @@ class SoftTopK(GatedTopKConfig):
     """Rounds of Sinkhorn."""
 
     presets: ClassVar = {"paper": {}}
+    fixed: ClassVar = GatedTopKConfig.fixed | {"epsilon", "solver", "iterations"}
 
     def __post_init__(self) -> None:
         super().__post_init__()

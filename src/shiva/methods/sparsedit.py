@@ -15,15 +15,15 @@ halves are reduced alike and all counts are static.
 The release is class-conditional and square; there is no official text-to-image version. Here text joins
 queries and keys of every block unchanged, grids may be h x w (pooled to the nearest integers), there are no
 pooling blocks without queries (they would erase the text), and the objective is the trainer's. With both
-rates 0 there are no modules and the model is dense. Rotary attention (Flux) is refused: queries and keys
-stand at different positions in generate and recover blocks, and its attention takes one table for both.
+rates 0 there are no modules and the model is dense. Flux is refused: a pooled token lies between grid positions,
+where its rotary table has no row, and its single blocks fuse attention with the FFN, so that generate and recover
+blocks could not spare the keys the FFN.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -58,15 +58,18 @@ class SparseDiT(MethodConfig):
 
     presets: ClassVar = {"paper": {"rates": (0.39, 0.42)}}
     fixed: ClassVar = frozenset({"split", "bottom", "top", "modules"})
+    knob: ClassVar = "rates"
 
     def __post_init__(self) -> None:
-        least, most = (options.share("rates", rate, zero=True) for rate in self.rates)
-        if least > most or most >= 1:
+        rates = tuple(options.share("rates", rate, zero=True) for rate in self.rates)
+        if len(rates) != 2 or not rates[0] <= rates[1] < 1:
             raise ValueError(f"rates={self.rates} must rise and stay below 1; pass (least, most), as (0.61, 0.86)")
-        generate, sparse, recover, dense = self.split
-        if generate != 1 or recover != 1 or sparse < 0 or dense < 0:
+        if len(self.split) != 4 or self.split[0] != 1 or self.split[2] != 1 or min(self.split) < 0:
             raise ValueError(f"split={self.split} must be (1, sparse, 1, dense); pass (1, 3, 1, 1) as released")
-        object.__setattr__(self, "rates", (least, most))
+        for name in ("bottom", "top"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} is below 0; pass a number of dense blocks")
+        object.__setattr__(self, "rates", rates)
         object.__setattr__(self, "split", tuple(self.split))
 
     def build(self, spec: BackboneSpec) -> SparseDiTMethod:
@@ -107,21 +110,6 @@ def cell_centres(grid: tuple[int, int], coarse: tuple[int, int], device: torch.d
     return (rows[:, None] * grid[1] + columns).flatten()
 
 
-@contextlib.contextmanager
-def keys_from(attention: nn.Module, tokens: Tensor) -> Iterator[None]:
-    """Inside this context the attention takes the image's keys and values from other tokens (B, S, D)."""
-    if getattr(attention, "fused_projections", False):
-        raise ValueError("SparseDiT needs separate query and key projections; call unfuse_qkv_projections() first")
-    handles = [
-        getattr(attention, name).register_forward_pre_hook(lambda module, args: (tokens,)) for name in ("to_k", "to_v")
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 class Merge(nn.Module):
     """merged = W1 up + W2 dense; the module's input alone at first."""
 
@@ -140,7 +128,7 @@ class Merge(nn.Module):
 class SparseDiTMethod(Method):
     """The chain of modules."""
 
-    sites = frozenset({"block", "attention", "cross_attention", "ffn"})
+    sites = frozenset({"block", "attention", "keys", "cross_attention", "ffn"})
     guidance = "shared"
     config: SparseDiT
 
@@ -168,10 +156,14 @@ class SparseDiTMethod(Method):
     def selects(self, site: Place) -> bool:
         if getattr(site, "rope", None) is not None:
             raise TypeError(
-                f"SparseDiT is not defined on {self.spec.name}: its attention rotates queries and keys by one "
-                "table, and generate and recover blocks hold them at different positions; use SD3, PixArt or DiT"
+                f"SparseDiT is not defined on {self.spec.name}: pooled tokens lie between the positions of its rotary "
+                "table, and its single blocks fuse attention and FFN; use SD3, PixArt or DiT"
             )
         return site.kind in self.sites and self.roles.get(site.layer, ("dense", 0))[0] != "dense"
+
+    def check_sites(self, sites: Sequence[Place]) -> None:
+        if not any(site.kind == "keys" for site in sites):
+            raise ValueError("SparseDiT needs separate query and key projections; call unfuse_qkv_projections() first")
 
     def begin_step(self, ctx: StepContext) -> None:
         if not ctx.blocks_adjoin:
@@ -180,12 +172,14 @@ class SparseDiTMethod(Method):
             )
 
     def coarse_grid(self, ctx: StepContext) -> tuple[int, int]:
+        """Rows and columns that this step pools to."""
         explored = self.exploration.ratio if self.training else None
         rate = pruning_rate(ctx.timestep, *self.config.rates) if explored is None else 1 - explored
         return sparse_grid(ctx.grid, rate)
 
     def plan(self, ctx: StepContext, timesteps: list[float] | None) -> tuple[int, ...]:
-        coarse = math.prod(self.coarse_grid(ctx))
+        ctx.memory["coarse"] = self.coarse_grid(ctx)
+        coarse = math.prod(ctx.memory["coarse"])
         pooled = {"generate", "sparse"}
         roles = (self.roles.get(layer, ("dense", 0))[0] for layer in range(self.spec.layers))
         return tuple(coarse if role in pooled else ctx.tokens for role in roles)
@@ -195,10 +189,9 @@ class SparseDiTMethod(Method):
     def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         if site.kind != "block":
             return self.inside(run, x, site, ctx)
-        coarse = self.coarse_grid(ctx)
-        if coarse == ctx.grid:
+        if ctx.memory["coarse"] == ctx.grid:
             return run(x, None)
-        return self.block(run, x, coarse, site, ctx)
+        return self.block(run, x, ctx.memory["coarse"], site, ctx)
 
     def block(self, run: Run, x: Tensor, coarse: tuple[int, int], site: Place, ctx: StepContext) -> Streams:
         """A block of a module on x: all tokens (B, N, D) at its start, the coarse grid's (B, m n, D) from then on."""
@@ -228,15 +221,15 @@ class SparseDiTMethod(Method):
         return out._replace(image=out.image[:, :count])
 
     def inside(self, run: Run, x: Tensor, site: Place, ctx: StepContext) -> Streams:
-        """An attention or FFN inside a block; its block accounts for its tokens."""
+        """An attention, its keys or an FFN inside a block; its block accounts for its tokens."""
         count: int | None = ctx.memory.get("queries")
         if count is None:
             out = run(x, None)
+        elif site.kind == "keys":
+            out = run(ctx.memory["keys"], None)
         else:
-            queries, keys = x[:, :count], x[:, count:]
-            swap = keys_from(site.module, keys) if site.kind == "attention" else contextlib.nullcontext()
-            with swap:
-                out = run(queries, None)
-            out = out._replace(image=F.pad(out.image, (0, 0, 0, keys.shape[1])))  # the keys receive no update
+            queries, ctx.memory["keys"] = x[:, :count], x[:, count:]
+            out = run(queries, None)
+            out = out._replace(image=F.pad(out.image, (0, 0, 0, x.shape[1] - count)))  # the keys receive no update
         del ctx.kept[site.name]
         return out

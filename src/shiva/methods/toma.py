@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -136,19 +136,15 @@ def unmerge(values: Tensor, assignment: Tensor, tiles: Tiling) -> Tensor:
     return tiles.unfold(assignment.transpose(-1, -2).to(values.dtype) @ split)
 
 
-class Made(NamedTuple):
-    """Something a run carries from step to step, and when it was made."""
-
-    step: int
-    value: Tensor
+Key = tuple[str, str, int]
+"""What a run carries: destinations or assignment, of a stack of blocks, of a guidance branch."""
 
 
-def refreshed(ctx: StepContext, key: object, every: int, make: Callable[[], Tensor], since: int = -1) -> Made:
-    """What the run holds under key, made anew if it is `every` steps old or older than `since`."""
-    made: Made | None = ctx.run.get(key)
-    if made is None or ctx.step - made.step >= every or made.step < since:
-        made = ctx.run[key] = Made(ctx.step, make())
-    return made
+@dataclass
+class Made:
+    """At which step a run made what it carries. As an object's own, these numbers are nothing a graph depends on."""
+
+    at: dict[Key, int] = field(default_factory=dict)
 
 
 class ToMAMethod(Method):
@@ -165,38 +161,65 @@ class ToMAMethod(Method):
         whole = self.config.site == "block" or (self.config.site == "mixed" and stack.startswith("single"))
         return index >= self.config.skip and site.kind == ("block" if whole else "attention")
 
-    def removed_per_tile(self, ctx: StepContext) -> int:
-        size = tiling(ctx.grid, self.config.tile).size
-        return min(int(self.config.ratio * size), size - 1)
+    def removed_per_tile(self, tiles: Tiling) -> int:
+        return min(int(self.config.ratio * tiles.size), tiles.size - 1)
 
-    def merges(self, ctx: StepContext) -> bool:
-        return ctx.step % self.config.every == 0 and self.removed_per_tile(ctx) > 0
+    # -- from step to step: what counts steps stays out of the blocks, so that one graph serves many of them -------
+
+    def begin_step(self, ctx: StepContext) -> None:
+        """Settle whether this step merges, and drop what is due to be made anew."""
+        config, tiles = self.config, tiling(ctx.grid, self.config.tile)
+        removed = self.removed_per_tile(tiles)
+        if not removed and int(config.ratio * config.tile**2):
+            raise ValueError(
+                f"tile={config.tile} cuts a {ctx.grid[0]}x{ctx.grid[1]} grid into tiles of "
+                f"{tiles.height}x{tiles.width}, of which ratio={config.ratio} removes nothing; "
+                "pass a larger tile, or an image size whose sides in tokens it divides"
+            )
+        ctx.memory["merges"] = removed > 0 and ctx.step % config.every == 0
+        made: dict[Key, int] = ctx.run.setdefault("made", Made()).at
+        for kind in ("destinations", "assignment"):
+            for key in [key for key in made if key[0] == kind and self.due(key, made, ctx.step)]:
+                del made[key], ctx.run[key]
+
+    def due(self, key: Key, made: dict[Key, int], step: int) -> bool:
+        """Whether something made at an earlier step is too old, or an assignment to destinations that are gone."""
+        kind, stack, branch = key
+        if kind == "destinations":
+            return step - made[key] >= self.config.select_every
+        chosen = made.get(self.destinations_key(stack, branch))
+        return chosen is None or chosen > made[key] or step - made[key] >= self.config.assign_every
+
+    def end_step(self, output: Tensor, ctx: StepContext) -> None:
+        made: dict[Key, int] = ctx.run["made"].at
+        for key in ctx.run.keys() - made.keys() - {"made"}:
+            made[key] = ctx.step
+
+    def destinations_key(self, stack: str, branch: int) -> Key:
+        """A second branch of the same step finds the first's destinations, where they are shared."""
+        return "destinations", stack, 0 if self.guidance == "shared" else branch
+
+    # -- one stack of blocks -------------------------------------------------------------------------
 
     def observe(self, x: Tensor, site: Place, ctx: StepContext) -> None:
         stack, index = stack_of(site)
-        if index != self.config.skip or not self.merges(ctx):
+        if index != self.config.skip or not ctx.memory["merges"]:
             return
-        config, tiles = self.config, tiling(ctx.grid, self.config.tile)
+        batch, tiles = x.shape[0], tiling(ctx.grid, self.config.tile)
         with ctx.phase("match"):
             tokens = tiles.fold(unit(x.float()))  # (B, T, n, D)
-            count = tiles.size - self.removed_per_tile(ctx)
-            chosen = refreshed(
+            chosen = carried(
+                self.destinations_key(stack, ctx.branch),
+                1 if self.guidance == "shared" else batch,
+                lambda: self.destinations(tokens, tiles.size - self.removed_per_tile(tiles), ctx),
                 ctx,
-                self.destinations_key(stack, ctx),
-                config.select_every,
-                lambda: self.destinations(tokens, count, ctx),
             )
-            refreshed(
-                ctx,
+            carried(
                 ("assignment", stack, ctx.branch),
-                config.assign_every,
-                lambda: assign(tokens, chosen.value.expand(x.shape[0], -1, -1), config.scale),
-                since=chosen.step,
+                batch,
+                lambda: assign(tokens, chosen.expand(batch, -1, -1), self.config.scale),
+                ctx,
             )
-
-    def destinations_key(self, stack: str, ctx: StepContext) -> tuple[str, str, int]:
-        """A second branch of the same step finds the first's destinations, where they are shared."""
-        return "destinations", stack, 0 if self.guidance == "shared" else ctx.branch
 
     def destinations(self, tokens: Tensor, count: int, ctx: StepContext) -> Tensor:
         """Chosen tokens of each tile: (1, T, d) for the whole batch, or (B, T, d)."""
@@ -205,16 +228,16 @@ class ToMAMethod(Method):
                 tokens = unit(tokens.mean(dim=0, keepdim=True))
             else:
                 conditional = self.config.select_from == "cond" and ctx.guidance_pairs
-                tokens = tokens[tokens.shape[0] // 2 :][:1] if conditional else tokens[:1]
+                tokens = (tokens.chunk(2)[ctx.conditional_half] if conditional else tokens)[:1]
         return facility_location(tokens @ tokens.transpose(-1, -2), count)
 
     def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
-        if not self.merges(ctx):
+        if not ctx.memory["merges"]:
             return None
         stack, _ = stack_of(site)
         tiles = tiling(ctx.grid, self.config.tile)
-        assignment = ctx.run["assignment", stack, ctx.branch].value
-        chosen = ctx.run[self.destinations_key(stack, ctx)].value
+        assignment = ctx.run["assignment", stack, ctx.branch]
+        chosen = ctx.run[self.destinations_key(stack, ctx.branch)]
         places = tiles.fold(torch.arange(ctx.tokens, device=x.device).view(1, -1, 1))[..., 0]  # (1, T, n)
         positions = places.expand(chosen.shape[0], -1, -1).gather(2, chosen).flatten(1)
 
@@ -229,6 +252,14 @@ class ToMAMethod(Method):
             restore=restore,
             positions=positions.expand(x.shape[0], -1),
         )
+
+
+def carried(key: Key, batch: int, make: Callable[[], Tensor], ctx: StepContext) -> Tensor:
+    """What the run holds under key for this many samples; made here where it holds none."""
+    known: Tensor | None = ctx.run.get(key)
+    if known is None or known.shape[0] != batch:
+        known = ctx.run[key] = make()
+    return known
 
 
 def stack_of(site: Place) -> tuple[str, int]:

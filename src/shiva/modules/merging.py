@@ -96,10 +96,13 @@ def unit(x: Tensor) -> Tensor:
 
 
 def best_destination(metric: Tensor, destinations: Tensor, sources: Tensor) -> tuple[Tensor, Tensor]:
-    """Highest cosine similarity of each source (B, S) to a destination, and that destination's index."""
-    tokens, lengths = metric.shape[1], unit(metric)
-    rows = gather(lengths, flat_rows(sources, tokens))
-    columns = gather(lengths, flat_rows(destinations, tokens))
+    """Highest cosine similarity of each source (B, S) to a destination, and that destination's index.
+
+    In float32: in half precision cosines tie by the hundred, and ties fall to the top of the image.
+    """
+    tokens, directions = metric.shape[1], unit(metric.float())
+    rows = gather(directions, flat_rows(sources, tokens))
+    columns = gather(directions, flat_rows(destinations, tokens))
     similarity, target = (rows @ columns.transpose(-1, -2)).max(dim=-1)
     return similarity, target
 

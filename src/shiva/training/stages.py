@@ -114,7 +114,7 @@ def moment(stages: tuple[Stage, ...], step: int) -> Moment | None:
 
 
 def exploration(
-    now: Moment, temperatures: Temperatures, progress: float, index: int, ratio: float | None
+    now: Moment, temperatures: Temperatures, step: int, progress: float, index: int, ratio: float | None
 ) -> Exploration:
     """What a method is told about one micro-batch."""
     tau_rank, tau_sel = temperatures.at(progress)
@@ -124,7 +124,6 @@ def exploration(
         score_noise=now.stage.score_noise,
         tau_rank=tau_rank,
         tau_sel=tau_sel,
-        step=now.step,
-        steps=now.stage.steps,
+        step=step,
         index=index,
     )

@@ -267,7 +267,7 @@ class Trainer:
             ratios = [*stratified_ratios(seed, self.step, count, low, high, groups)]
         progress = self.step / max(1, recipe.steps - 1)
         befores = [self.before(t, r.grid, i) for i, (t, r) in enumerate(zip(timesteps, loaded.refs, strict=True))]
-        explorations = [exploration(now, recipe.temperatures, progress, i, ratios[i]) for i in range(count)]
+        explorations = [exploration(now, recipe.temperatures, self.step, progress, i, ratios[i]) for i in range(count)]
         torch.manual_seed(seed_of(seed, "batch", self.step))
         self.method.exploration = explorations[0]
         self.method.begin_batch(timesteps)
