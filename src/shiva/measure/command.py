@@ -101,7 +101,7 @@ def step(
     """One denoising step: dense against Shiva at several budgets, and the other methods."""
     chosen = chosen_shape(model, layers, height, width, batch)
     entries = shiva_entries(budgets, flat) | {f"sweep {budget:g}": sweep_entry(budget) for budget in numbers(sweeps)}
-    entries |= baseline_entries() if baselines else {}
+    entries |= baseline_entries(sum(chosen.layers)) if baselines else {}
     with progress_line(threads) as progress:
         results, skipped = measure_step(chosen, entries, rounds, compiled=compiled, progress=progress)
     how = f"{'flat' if flat else 'adaptive'} table, {'compiled' if compiled else 'eager'}"

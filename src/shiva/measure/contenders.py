@@ -99,17 +99,20 @@ DYDIT_FFN_KEEP = 0.36
 """The share of FFN tokens at which SD3-Medium takes the paper's 9.42 of 11.80 TFLOPs (its convention)."""
 
 
-def baseline_entries() -> dict[str, Entry]:
+def baseline_entries(layers: int = 24) -> dict[str, Entry]:
     """Every other method at its paper preset, as it would run once trained to that preset's budget.
 
-    IBTM's first step of a run is dense and its later ones are not: a timed step stands for those.
+    IBTM's first step of a run is dense and its later ones are not: a timed step stands for those. Of its blocks, which
+    it numbers, a slice of so many `layers` has the first.
     """
+    ibtm = IBTM.preset("paper", first_step="partition")
+    first, last = ibtm.layers
     return {
         "tomesd": Entry(ToMeSD.preset("paper"), paper=1.04),
         "tofu": Entry(ToFu.preset("paper"), paper=1.05),
         "sdtm": Entry(SDTM.preset("paper"), paper=1.07),
         "toma": Entry(ToMA.preset("paper"), paper=1.03),
-        "ibtm": Entry(IBTM.preset("paper", first_step="partition"), paper=1.02),
+        "ibtm": Entry(dataclasses.replace(ibtm, layers=(first, max(first, min(last, layers - 1)))), paper=1.02),
         "neuralsort": Entry(NeuralSort.preset("paper"), paper=1.20),
         "diffcr": Entry(DiffCR.preset("paper", initial=0.876), paper=1.14),
         "dydit": Entry(DyDiT.preset("paper"), paper=1.17, keep_ffn=DYDIT_FFN_KEEP),
