@@ -109,7 +109,7 @@ def run(seeds: Sequence[int] = range(3), quick: bool = False) -> Result:
             f"{offset(alone)} from R = .6, from .8; swing {restless:.3f}",
             judge(abs(alone["mean"]) < 0.005 and restless < 0.02, abs(alone["mean"]) < 0.05),
             "With no task in the way its mean is R. At a constant rate the ratio swings around it: "
-            "the EMA lags behind the policy. The library's last stage cools its rate down.",
+            "the EMA lags behind the policy. The library's stages cool their rates down at their end.",
         ),
         Claim(
             "R is also reached while the task pulls",
