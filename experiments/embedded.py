@@ -288,9 +288,11 @@ def table(title: str, rows: Mapping[str, Mapping[str, Stats]], columns: Mapping[
 def draw_rows(result: Result, axes: Any, measure: str, label: str) -> None:
     """One measure of every variant, with its spread over seeds."""
     rows = {name: row[measure] for name, row in result.details["rows"].items()}
-    axes.barh(list(rows), [r["mean"] for r in rows.values()], xerr=[r["std"] for r in rows.values()], capsize=2)
-    for place, row in enumerate(rows.values()):
-        axes.plot(row["values"], [place] * len(row["values"]), "k.", markersize=3)
+    means, deviations = ([row[key] for row in rows.values()] for key in ("mean", "std"))
+    axes.errorbar(means, list(rows), xerr=deviations, fmt="o", capsize=2)
+    for name, row in rows.items():
+        axes.plot(row["values"], [name] * len(row["values"]), "k.", markersize=3)
+    axes.grid(axis="x", alpha=0.3)
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=7)
     axes.set(xlabel=label)

@@ -64,7 +64,6 @@ def claims_of(rows: dict[str, dict[str, Stats]], seen: str) -> tuple[Claim, ...]
 
 def draw(result: Result, axes: Any) -> None:
     draw_rows(result, axes, "cosine/keep_0.6", "cosine to dense at keep 0.6")
-    axes.set(xlim=(0.8, 0.9))
 
 
 if __name__ == "__main__":
