@@ -16,21 +16,21 @@ from shiva.checkpoint import write_atomically
 PAGE = ROOT / "docs" / "paper-claims.md"
 HEAD = """# The paper's claims, measured here
 
-Written by `shiva validate --write-docs` from `results/validate/*.json`; `shiva validate --all` makes those, and
-`python -m experiments.NAME` one of them. A row that names its seeds and steps comes from
-`python -m experiments.NAME --seeds COUNT --steps COUNT`. What was assumed where the paper is silent stands at the
-head of each experiment. *Reproduced*: the figure is met. *In direction*: its sign or order is. *Not in the paper*: a
-measurement that the claim above it calls for.
+Written by `shiva validate --write-docs` from `results/validate/*.json`, each made by the command in its section;
+`shiva validate --all` makes all of them at their full size. What was assumed where the paper is silent stands at the
+head of each experiment. *Reproduced*: the figure is met; where a claim is an order, three seeds or more agree on it
+and the mean difference, seed by seed, is beyond two standard errors. *In direction*: the sign or order is right. *Not
+in the paper*: a measurement that the claim above it calls for.
 """
 
 
 def load(folder: Path = KEPT) -> list[dict[str, Any]]:
     """The kept results, in the order of `shiva validate`."""
     paths = [folder / f"{name}.json" for name in (*SYNTHETIC, *ON_THE_MODEL)]
-    records = [json.loads(path.read_text()) for path in paths if path.exists()]
-    if not records:
-        raise FileNotFoundError(f"{folder} holds no results; run `shiva validate --all` first")
-    return records
+    missing = [path.stem for path in paths if not path.exists()]
+    if missing:
+        raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}; run `python -m experiments.{missing[0]}` first")
+    return [json.loads(path.read_text()) for path in paths]
 
 
 def cell(text: str) -> str:
@@ -48,14 +48,18 @@ def page(records: list[dict[str, Any]]) -> str:
     for record in records:
         name = record["name"]
         lines += ["", f"## {name}", "", f"{record['title']}. [Code](../experiments/{name}.py), "]
-        lines[-1] += f"[JSON](../results/validate/{name}.json)."
+        lines[-1] += f"[JSON](../results/validate/{name}.json), `{record['command']}`."
         lines += ["", *(f"- *{c['verdict']}*: {c['claim']}. {c['sentence']}" for c in record["claims"])]
         if (KEPT / f"{name}.png").exists():
             lines += ["", f"![{record['title']}](../results/validate/{name}.png)"]
-    environment = records[0]["environment"]
+    machines = dict.fromkeys(map(measured_on, records))
+    return "\n".join([*lines, "", *(f"Measured on {machine}." for machine in machines), ""])
+
+
+def measured_on(record: dict[str, Any]) -> str:
+    environment = record["environment"]
     packages = ", ".join(f"{package} {version}" for package, version in environment["packages"].items())
-    lines += ["", f"Measured on {environment['cpu']}, Python {environment['python']}, {packages}.", ""]
-    return "\n".join(lines)
+    return f"{environment['cpu']}, Python {environment['python']}, {packages}"
 
 
 def write() -> Path:
