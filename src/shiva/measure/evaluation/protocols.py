@@ -94,7 +94,7 @@ def seeds(evaluation: Evaluation) -> Found | None:
 
 
 def categories(evaluation: Evaluation) -> Found | None:
-    """Paired differences in each category; our `symbols` are the paper's `logo`."""
+    """Paired differences in each category; our symbols are the paper's logo."""
     cast = standing(evaluation, "categories", evaluation.run(), evaluation.seeds, least=2)
     if not evaluation.workers.main:
         return None
