@@ -178,7 +178,7 @@ def test_an_evaluation_reads_in_the_order_of_its_protocols_and_tables(tmp_path: 
     assert asked == [
         "Evaluation",
         "All methods",
-        "Paired differences in each category; our `symbols` are the paper's `logo`",
+        "Paired differences in each category; our symbols are the paper's logo",
         "Every method at the same true FLOPs",
         "What the words mean",
     ]
