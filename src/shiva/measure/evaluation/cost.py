@@ -171,7 +171,7 @@ def in_turns(run: Run, names: Sequence[str], rounds: int, progress: Callable[[st
         def prepare(name: str) -> Callable[[], Any]:
             turn.close()
             turn.enter_context(run.contenders[name].attached(pipe))
-            run.draw(pipe, 0, [0], num_inference_steps=2)  # what a session prepares once is no part of an image
+            run.draw(pipe, 0, [0])  # what a session prepares once is no part of an image
             return functools.partial(run.draw, pipe, 0, [0])
 
         return interleave({name: functools.partial(prepare, name) for name in names}, rounds, progress=progress)

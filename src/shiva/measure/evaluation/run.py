@@ -203,7 +203,7 @@ class Run:
 
     # -- generating ----------------------------------------------------------------------------------
 
-    def draw(self, pipe: Any, seed: int, indices: Sequence[int], **more: Any) -> Any:
+    def draw(self, pipe: Any, seed: int, indices: Sequence[int]) -> Any:
         """One call of the pipeline, as every image of the run is made."""
         settings = self.settings
         size = {"height": settings.height, "width": settings.width}
@@ -213,7 +213,7 @@ class Run:
             generator=[torch.Generator().manual_seed(noise_seed(seed, index)) for index in indices],
             **{name: value for name, value in size.items() if value is not None},
             **settings.arguments,
-            **{"num_inference_steps": settings.steps, **more},
+            num_inference_steps=settings.steps,
         ).images
 
     def generate(
