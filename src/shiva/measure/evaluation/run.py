@@ -203,7 +203,7 @@ class Run:
 
     # -- generating ----------------------------------------------------------------------------------
 
-    def draw(self, pipe: Any, seed: int, indices: Sequence[int]) -> Any:
+    def draw(self, pipe: Any, seed: int, indices: Sequence[int], **more: Any) -> Any:
         """One call of the pipeline, as every image of the run is made."""
         settings = self.settings
         size = {"height": settings.height, "width": settings.width}
@@ -214,6 +214,7 @@ class Run:
             **{name: value for name, value in size.items() if value is not None},
             **settings.arguments,
             num_inference_steps=settings.steps,
+            **more,
         ).images
 
     def generate(
