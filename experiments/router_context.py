@@ -48,7 +48,7 @@ def claims_of(rows: dict[str, dict[str, Stats]], seen: str) -> tuple[Claim, ...]
         ", ".join(f"{name} {similarity}" for name, (_, similarity) in zip(COMBINATIONS, PAPER.values(), strict=True)),
         ", ".join(f"{name} {shown(stats)}" for name, stats in cosine.items()),
         judge(order == "reproduced", ordered(full, none) != "not reproduced"),
-        f"Seed by seed; {seen}. The paper's differences are within .01, of one seed.",
+        f"Seed by seed; {seen}. The paper's differences are within .01, without a spread.",
     )
     length = Claim(
         "signals of length 1 let the router see the tokens",
