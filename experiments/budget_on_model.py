@@ -1,6 +1,6 @@
 """Eqs. ema_avg and budget_loss on the embedded model: the mean keep that policy learning ends at, by controller.
 
-    python -m experiments.budget_on_model [--seeds 3] [--steps 200]
+    python -m experiments.budget_on_model [--seeds 3] [--steps 120]
 
 budget_control.py isolates the controller; here the task pulls as it really does. The figure is the policy's noise-free
 mean ratio after stage 2, over the timesteps of training, which is what inference reads (before any shift). The paper's

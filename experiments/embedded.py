@@ -36,7 +36,7 @@ from shiva.training.tree import merge
 
 KEEP = 0.6
 KEEPS = (0.3, 0.45, 0.6, 0.75, 0.9)
-STEPS = 200
+STEPS = 120
 PATHS = {"model": ("path", "revision"), "data": ("path", "cache")}
 """What a variant's name holds by content instead."""
 

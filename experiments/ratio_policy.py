@@ -1,6 +1,6 @@
 """Table ratio_ablation and the choice of policy: a fixed ratio, the additive policy and FiLM at the same mean keep.
 
-    python -m experiments.ratio_policy [--seeds 3] [--steps 200]
+    python -m experiments.ratio_policy [--seeds 3] [--steps 120]
 
 The paper compares fixed and adaptive after all three stages, by FID (21.76 against 17.36) and three more metrics on
 MJHQ-30K. Here: policies are learned over one and the same frozen router (stage 2) with the dual budget term, and

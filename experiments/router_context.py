@@ -1,6 +1,6 @@
 """Table ablation_router (b): what a router reads beside the token itself.
 
-    python -m experiments.router_context [--seeds 3] [--steps 200]
+    python -m experiments.router_context [--seeds 3] [--steps 120]
 
 The paper: six combinations of time, prompt and layer at keep 0.6 on SD3-Medium. Here: the same six on the embedded
 model, each trained separately as in router_sharing.py, with the paper's pairwise sharing. The paper does not say how

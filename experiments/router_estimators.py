@@ -1,6 +1,6 @@
 """Beyond the paper: routers trained on the embedded model with each gradient estimator.
 
-    python -m experiments.router_estimators [--seeds 3] [--steps 200]
+    python -m experiments.router_estimators [--seeds 3] [--steps 120]
 
 The paper's estimator gates what a block reads (`input`); ours gates what it adds (`output`), with a stand-in for the
 update of a rejected token: zero, the mean of the selected, a ridge fit, or the dense teacher's own. Judged by one-step

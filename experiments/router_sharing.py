@@ -1,6 +1,6 @@
 """Table ablation_router (a): which layers share a router, at two widths.
 
-    python -m experiments.router_sharing [--seeds 3] [--steps 200]
+    python -m experiments.router_sharing [--seeds 3] [--steps 120]
 
 The paper: SD3-Medium's 24 layers, widths 64 and 512 of 1536, MSE and similarity to dense at keep 0.6 on 1980 images.
 Here: the embedded model's 8 layers, widths 16 and 64 of 128, the same two measures on held-out samples, and the PSNR

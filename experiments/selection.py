@@ -190,11 +190,13 @@ def claims_of(group: str, rows: dict[str, dict[str, Stats]], count: int) -> Iter
 def draw(result: Result, axes: Any) -> None:
     for offset, (group, rows) in enumerate(result.details["groups"].items()):
         runs = [row["run"] for row in rows.values()]
-        places = [place + 0.4 * offset - 0.2 for place in range(len(rows))]
-        axes.barh(places, [r["mean"] for r in runs], 0.4, xerr=[r["std"] for r in runs], capsize=2, label=group)
+        places = [place + 0.3 * offset - 0.15 for place in range(len(rows))]
+        means, deviations = [r["mean"] for r in runs], [r["std"] for r in runs]
+        axes.errorbar(means, places, xerr=deviations, fmt="o", markersize=4, capsize=2, label=group)
         axes.set_yticks(range(len(rows)), list(rows), fontsize=6)
+    axes.grid(axis="x", alpha=0.3)
     axes.invert_yaxis()
-    axes.set(xlabel=f"PSNR of final images to dense at keep {KEEP}, dB", xlim=(10, None))
+    axes.set(xlabel=f"PSNR of final images to dense at keep {KEEP}, dB")
     axes.legend(fontsize=7)
 
 

@@ -1,6 +1,6 @@
 """Temperatures of the soft rank and of the selection: do routers depend on them, and is the default right?
 
-    python -m experiments.temperatures [--seeds 3] [--steps 200]
+    python -m experiments.temperatures [--seeds 3] [--steps 120]
 
 The paper gives the temperatures' starts, anneals them, and studies neither. Here: routers warmed up on the embedded
 model with the default (tau_rank .2 to .1, tau_sel .1 to .05 of N, exponential) and with one thing changed at a time:

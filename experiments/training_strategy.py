@@ -1,6 +1,6 @@
 """Figure router_comparison_grid: a router warmed up at stratified ratios against one at a fixed ratio.
 
-    python -m experiments.training_strategy [--seeds 3] [--steps 200]
+    python -m experiments.training_strategy [--seeds 3] [--steps 120]
 
 The paper shows a broader histogram of scores and better selections across budgets, in pictures only. Here: the
 deviation of scores over an image's tokens (mean over layers and held-out samples) and the MSE to dense at keeps 0.3
