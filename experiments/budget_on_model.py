@@ -5,8 +5,8 @@
 budget_control.py isolates the controller; here the task pulls as it really does. The figure is the policy's noise-free
 mean ratio after stage 2, over the timesteps of training, which is what inference reads (before any shift). The paper's
 controller follows the noisy ratios and is proportional; the default adds the dual term and follows noise-free ratios.
-The paper gives no lambda_b: 1 and 10 are shown, and 50, the default, with ours. The pull on k is the estimator's: the
-output estimator's unless a row says the input's, which is the paper's.
+The paper gives no lambda_b: 1, 10 and 50, the default, are shown. The pull on k is the estimator's: the output
+estimator's unless a row says the input's, which is the paper's.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ PAPERS = {"dual": 0.0, "noise_free": False}
 VARIANTS = {
     "paper's, λ_b = 1": Variant(PAPERS, weights={"budget": 1.0}, policy=True),
     "paper's, λ_b = 10": Variant(PAPERS, policy=True),
+    "paper's, λ_b = 50": Variant(PAPERS, weights={"budget": 50.0}, policy=True),
     "paper's, λ_b = 10, input estimator": Variant({**PAPERS, "estimator": "input"}, policy=True),
+    "paper's, λ_b = 50, input estimator": Variant({**PAPERS, "estimator": "input"}, weights={"budget": 50.0}, policy=True),
     "noise-free, λ_b = 10": Variant({"dual": 0.0}, policy=True),
+    "noise-free, λ_b = 50": Variant({"dual": 0.0}, weights={"budget": 50.0}, policy=True),
     "dual, noise-free, λ_b = 10": Variant(policy=True),
     "dual, noise-free, λ_b = 50": Variant(weights={"budget": 50.0}, policy=True),
 }

@@ -37,6 +37,8 @@ from shiva.training.tree import merge
 KEEP = 0.6
 KEEPS = (0.3, 0.45, 0.6, 0.75, 0.9)
 STEPS = 120
+TEMPERATURES = {"rank_start": 0.2, "rank_end": 0.1, "select_start": 0.1, "select_end": 0.05}
+"""The paper's starts, and half of them at the end, which the paper does not give."""
 PATHS = {"model": ("path", "revision"), "data": ("path", "cache")}
 """What a variant's name holds by content instead."""
 
@@ -59,6 +61,8 @@ class Variant:
     temperatures: Mapping[str, float] = field(default_factory=dict)
     policy: bool = False
     """Learn the ratio policy over a router trained before, which rests; otherwise train a router."""
+    logit_noise: float = 1.0
+    """Of policy learning."""
 
     @property
     def router(self) -> Variant:
@@ -95,14 +99,15 @@ class Bench:
         assert self.state is not None
         values = {**self.base, "method": {"name": "Shiva", "budget": KEEP, **variant.method}}
         router, policy = (0, self.steps) if variant.policy else (self.steps, 0)
+        learning = {"steps": policy, "logit_noise": variant.logit_noise}
         changes = {
             "model": {"path": str(self.model)},
             "data": {"path": str(self.data), "cache": str(self.state / f"latents-{self.digest}")},
-            "stages": {"warmup": {"steps": router}, "policy": {"steps": policy}, "joint": {"steps": 0}},
+            "stages": {"warmup": {"steps": router}, "policy": learning, "joint": {"steps": 0}},
             "sampling": {"batch": 8, "micro_batch": 2, **variant.sampling},
             "optimizer": {"rates": {"policy": 1e-3}},  # the paper's 1e-4 only takes longer
             "weights": {"budget": 10.0, **variant.weights},  # weak enough to tell controllers apart
-            "temperatures": dict(variant.temperatures),
+            "temperatures": {**TEMPERATURES, **variant.temperatures},
             "checkpoints": {"every": 50, "keep": 1},
             "validation": {"every": 0, "samples": self.samples, "keeps": list(KEEPS), "images": 0},
             "seed": seed,
