@@ -28,6 +28,9 @@ ON_THE_MODEL = (
     "temperatures",
     "ratio_policy",
     "budget_on_model",
+    "learned_schedule",
     "selection",
+    "guidance_halves",
+    "router_maps",
 )
 """Need the embedded model, and minutes to hours."""

@@ -131,10 +131,15 @@ def run(seeds: Sequence[int] = range(5), quick: bool = False) -> Result:
         Claim(
             "the two factors' gradients are badly matched: |1 + γ| over |Φ_layer|",
             "296 (18.7 / 0.063) in a trained policy; 1 in the additive form",
-            "after fitting " + ", ".join(f"{shown(row)} (features ×{name})" for name, row in trained.items()),
+            "after fitting "
+            + ", ".join(
+                f"{shown(row)} (from {fits[name]['ratio_initial']['mean']:.0f}, features ×{name})"
+                for name, row in trained.items()
+            ),
             judge(all(mismatched), any(mismatched)),
             "Reproduced if every seed is above 10 whatever the amplitude of the time features, in direction if at "
-            "some; the amplitudes are ours, the library's sinusoids have 1. The error left after fitting, "
+            "some; the amplitudes are ours, the library's sinusoids have 1. FiLM policies trained on the model: "
+            "`ratio_policy`. The error left after fitting, "
             f"FiLM against additive: {small['error_film']['mean']:.1g}, {small['error_additive']['mean']:.1g} at ×1; "
             f"{large['error_film']['mean']:.1g}, {large['error_additive']['mean']:.1g} at ×100.",
         ),

@@ -39,7 +39,7 @@ def run(seeds: Sequence[int] = range(3), quick: bool = False, **where: Any) -> R
 
 
 def claims_of(rows: dict[str, dict[str, Stats]], seen: str) -> tuple[Claim, ...]:
-    cosine = {name: rows[name]["cosine/keep_0.6"] for name in COMBINATIONS}
+    error, cosine = ({name: rows[name][key] for name in COMBINATIONS} for key in ("mse/keep_0.6", "cosine/keep_0.6"))
     full, none = cosine[FULL]["values"], cosine["none"]["values"]
     between = [stats["values"] for name, stats in cosine.items() if name not in (FULL, "none")]
     order = weakest(*(ordered(full, other) for other in between), *(ordered(other, none) for other in between))
@@ -50,6 +50,15 @@ def claims_of(rows: dict[str, dict[str, Stats]], seen: str) -> tuple[Claim, ...]
         judge(order == "reproduced", ordered(full, none) != "not reproduced"),
         f"Seed by seed; {seen}. The paper's differences are within .01, without a spread.",
     )
+    left_out = {"prompt": "time + layer", "layer": "time + prompt"}
+    raised = {signal: ordered(error[name]["values"], error[FULL]["values"]) for signal, name in left_out.items()}
+    removal = Claim(
+        "removing prompt or layer raises the MSE; removing time leaves it",
+        ", ".join(f"{name} {mse}" for name, (mse, _) in zip(COMBINATIONS, PAPER.values(), strict=True)),
+        ", ".join(f"{name} {shown(stats)}" for name, stats in error.items()),
+        weakest(*raised.values()),
+        "Seed by seed: " + ", ".join(f"without the {signal}: {verdict}" for signal, verdict in raised.items()) + ".",
+    )
     length = Claim(
         "signals of length 1 let the router see the tokens",
         "–",
@@ -59,7 +68,7 @@ def claims_of(rows: dict[str, dict[str, Stats]], seen: str) -> tuple[Claim, ...]
         + ", ".join(f"{shown(rows[name]['score deviation'])} ({name})" for name in (FULL, OWN, "none"))
         + f"; final images {shown(rows[FULL]['psnr'])} and {shown(rows[OWN]['psnr'])} dB to dense.",
     )
-    return combinations, length
+    return combinations, removal, length
 
 
 def draw(result: Result, axes: Any) -> None:

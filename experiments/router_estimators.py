@@ -5,7 +5,8 @@
 The paper's estimator gates what a block reads (`input`); ours gates what it adds (`output`), with a stand-in for the
 update of a rejected token: zero, the mean of the selected, a ridge fit, or the dense teacher's own. Judged by one-step
 MSE to dense, and by the final image of whole runs: the two can disagree. All but the estimator is ours: signals of
-length 1 and no score noise. The router that was trained for one step stands for chance.
+length 1 and no score noise; the row of `Shiva.preset("paper")` has the paper's signals too. The router that was
+trained for one step stands for chance.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from experiments.embedded import KEEPS, Variant, arguments, bench_of, draw_by_ke
 GUESSES = ("zero", "mean", "ridge", "teacher")
 VARIANTS = {
     "input (paper)": Variant({"estimator": "input"}),
+    "input, signals as they are (preset paper)": Variant({"estimator": "input", "signal_length": "own"}),
     **{f"output, {guess}": Variant({"estimator": "output", "guess": guess}) for guess in GUESSES},
 }
 COLUMNS = {**{f"mse/keep_{k:g}": f"MSE at {k:g}" for k in KEEPS}, "psnr": "PSNR of runs at 0.6, dB"}

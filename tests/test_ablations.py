@@ -12,8 +12,11 @@ from safetensors.torch import load_file
 from experiments import (
     ON_THE_MODEL,
     budget_on_model,
+    guidance_halves,
+    learned_schedule,
     ratio_policy,
     router_context,
+    router_maps,
     router_sharing,
     selection,
     temperatures,
@@ -21,6 +24,7 @@ from experiments import (
 )
 from experiments.common import ordered
 from experiments.embedded import KEEP, KEEPS, Ablation, Bench, Stats, Variant, over_seeds
+from shiva.modules.schedule import RatioSchedule
 from shiva.training.trainer import Trainer
 from training_tiny import make_folder, tiny_recipe
 
@@ -114,6 +118,48 @@ def test_selection_measures_one_step_and_whole_runs(bench: Bench) -> None:
     assert found["router"] != found["random"]
 
 
+def test_scores_are_read_along_a_dense_run(bench: Bench) -> None:
+    task = selection.Task(selection.load(bench.model), ["a red ball", "one cat"], steps=3, guidance=3.0)
+    dense = task.dense()
+    checkpoint = bench.checkpoint(Variant(), 0)
+    scores = router_maps.scores_along(task.pipe, dense, checkpoint)
+    schedule = learned_schedule.schedule_of(checkpoint)
+    steps, layers, images, _ = scores.shape
+    assert (steps, layers, images) == (3, len(schedule.reduced), 2)
+    assert not torch.equal(scores[0], scores[-1])
+
+
+def test_halves_of_guidance_can_choose_apart(bench: Bench) -> None:
+    task = selection.Task(selection.load(bench.model), ["a red ball", "one cat"], steps=3, guidance=3.0)
+    dense, checkpoint = [task.images()], bench.checkpoint(Variant(), 0)
+    together, apart = (
+        guidance_halves.distances([task], dense, checkpoint, policy) for policy in ("max", "per-sample")
+    )
+    assert together != apart
+
+
+def test_foreground_is_the_chance_of_being_scored_above_the_background() -> None:
+    mask = torch.tensor([True, True, False, False, False])
+    assert router_maps.above(torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0]), mask) == 1
+    assert router_maps.above(torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0]), mask) == 0
+    assert router_maps.above(torch.tensor([[4.0, 1.0, 3.0, 2.0, 0.0]]), mask) == pytest.approx(4 / 6)
+    assert router_maps.above(torch.ones(5), mask) == 0.5
+
+
+def test_texture_is_a_rank_correlation() -> None:
+    texture = torch.tensor([0.0, 1.0, 4.0, 9.0])
+    assert router_maps.rank_correlation(texture.exp(), texture) == pytest.approx(1)
+    assert router_maps.rank_correlation(-texture, texture) == pytest.approx(-1)
+
+
+def test_a_table_is_described_by_its_parts() -> None:
+    logits = torch.linspace(-1, 1, 10, dtype=torch.float64)[:, None] - torch.arange(5, dtype=torch.float64)
+    shape = learned_schedule.shape_of(RatioSchedule(tuple(range(900, -1, -100)), logits))
+    assert shape["late"] > shape["early"]
+    assert shape["shallow"] > shape["deep"]
+    assert shape["deviation"] > learned_schedule.shape_of(RatioSchedule.flat(KEEP, 5).resample([1.0] * 5))["deviation"]
+
+
 # -- verdicts ---------------------------------------------------------------------------------------------
 
 
@@ -142,13 +188,15 @@ def rows_at(names: Any, measure: str, values: dict[str, float], spread: float = 
     return rows
 
 
-def test_sharing_is_judged_against_global_and_independent() -> None:
+def test_sharing_is_judged_against_every_other() -> None:
     names = router_sharing.VARIANTS
     lower = rows_at(names, "mse/keep_0.6", {"pairwise, 64": 0.9})
     unsure = rows_at(names, "mse/keep_0.6", {"pairwise, 64": 0.9}, spread=0.15)
-    beaten = rows_at(names, "mse/keep_0.6", {"pairwise, 64": 0.9, "independent, 16": 0.8})
-    verdicts = [router_sharing.claim_of(rows, "3 seeds").verdict for rows in (lower, unsure, beaten)]
-    assert verdicts == ["reproduced", "reproduced in direction", "not reproduced"]
+    beaten = [
+        rows_at(names, "mse/keep_0.6", {"pairwise, 64": 0.9, other: 0.8}) for other in names if other[:4] != "pair"
+    ]
+    verdicts = [router_sharing.claim_of(rows, "3 seeds").verdict for rows in (lower, unsure, *beaten)]
+    assert verdicts == ["reproduced", "reproduced in direction", *["not reproduced"] * len(beaten)]
 
 
 def test_context_needs_all_three_first_and_none_last() -> None:
@@ -161,22 +209,35 @@ def test_context_needs_all_three_first_and_none_last() -> None:
     assert verdict() == verdict(full=0.8, none=0.9) == "not reproduced"
 
 
-def test_transfer_is_judged_away_from_the_ratio_of_training() -> None:
+def test_removing_a_signal_is_judged_by_the_error() -> None:
+    def verdict(**values: float) -> str:
+        named = {"time + layer": values.get("prompt", 1.0), "time + prompt": values.get("layer", 1.0)}
+        return router_context.claims_of(rows_at(router_context.VARIANTS, "mse/keep_0.6", named), "")[1].verdict
+
+    assert verdict(prompt=1.1, layer=1.1) == "reproduced"
+    assert verdict(prompt=1.1) == verdict(layer=1.1) == "not reproduced"
+
+
+def test_transfer_is_judged_at_every_ratio_but_that_of_training() -> None:
     names = training_strategy.VARIANTS
     everywhere = rows_at(names, "psnr", {})
     for keep in KEEPS:
         everywhere["fixed"][f"mse/keep_{keep:g}"] = over_seeds([1.2] * 3)
-    away = rows_at(names, "mse/keep_0.9", {"fixed": 1.4})
+    above = rows_at(names, "mse/keep_0.9", {"fixed": 1.4})
+    away = rows_at(names, "psnr", {})
+    for keep in KEEPS:
+        away["fixed"][f"mse/keep_{keep:g}"] = over_seeds([1.0 if keep == KEEP else 1.2] * 3)
     assert training_strategy.claims_of(everywhere, "")[1].verdict == "not reproduced"
+    assert training_strategy.claims_of(above, "")[1].verdict == "not reproduced"
     assert training_strategy.claims_of(away, "")[1].verdict == "reproduced"
 
 
-def test_an_adaptive_ratio_is_judged_by_final_images() -> None:
+def test_an_adaptive_ratio_is_judged_by_the_validation_error() -> None:
     names = ratio_policy.VARIANTS
     one_step = rows_at(names, "mse/schedule", {"additive": 0.8})
     images = rows_at(names, "psnr", {"additive": 1.2})
-    assert ratio_policy.claims_of(one_step, "")[0].verdict == "not reproduced"
-    assert ratio_policy.claims_of(images, "")[0].verdict == "reproduced"
+    assert ratio_policy.claims_of(one_step, "")[0].verdict == "reproduced"
+    assert ratio_policy.claims_of(images, "")[0].verdict == "not reproduced"
     assert ratio_policy.claims_of(rows_at(names, "psnr", {"film": 1.2}), "")[1].verdict == "reproduced in direction"
 
 
@@ -193,11 +254,46 @@ def test_a_better_temperature_is_named() -> None:
 
 
 def test_selection_is_judged_by_final_images() -> None:
-    def verdicts(run: float, step: float) -> list[str]:
+    def verdict(run: float, step: float) -> str:
         names = [f"{r}: {k}" for r, known in selection.RANKINGS.items() for k in (selection.ADAPTIVE, *known)]
         rows = {name: {"run": over_seeds([1.0] * 3), "one step": over_seeds([1.0] * 3)} for name in names}
         rows["identity: router"] = {"run": over_seeds([run] * 3), "one step": over_seeds([step] * 3)}
-        return [claim.verdict for claim in selection.claims_of("output", rows, 3)]
+        return selection.claim_of("output", rows, 3).verdict
 
-    assert verdicts(run=1.2, step=1.1) == ["reproduced", "not reproduced"]
-    assert verdicts(run=0.8, step=0.9) == ["not reproduced", "reproduced"]
+    assert verdict(run=1.2, step=1.1) == "reproduced"
+    assert verdict(run=0.8, step=0.9) == "not reproduced"
+
+
+def test_a_learned_table_is_judged_by_its_parts() -> None:
+    def verdicts(**parts: float) -> list[str]:
+        usual = {"early": 0.6, "late": 0.6, "shallow": 0.6, "deep": 0.6, "deviation": 0.1}
+        rows = {name: {p: over_seeds([v] * 3) for p, v in usual.items()} for name in learned_schedule.SHIPPED}
+        rows |= {learned_schedule.PLAIN: {p: over_seeds([v] * 3) for p, v in usual.items()}}
+        rows |= {learned_schedule.NOISY: {p: over_seeds([v] * 3) for p, v in (usual | parts).items()}}
+        images = dict.fromkeys(learned_schedule.VARIANTS, over_seeds([20.0] * 3))
+        return [claim.verdict for claim in learned_schedule.claims_of(rows, images, "")]
+
+    assert verdicts(early=0.41, late=0.79, shallow=0.7, deviation=0.2) == ["reproduced"] * 3
+    assert verdicts(late=0.7) == ["reproduced in direction", "not reproduced", "not reproduced"]
+    assert verdicts(early=0.7, deep=0.7, deviation=0.05) == ["not reproduced"] * 3
+
+
+def test_halves_are_judged_by_final_images() -> None:
+    def verdict(together: float) -> str:
+        rows = {
+            name: {c: over_seeds([20.0] * 3) for c in guidance_halves.COLUMNS} for name in guidance_halves.POLICIES
+        }
+        rows["maximum (paper)"] = {column: over_seeds([together] * 3) for column in guidance_halves.COLUMNS}
+        return guidance_halves.claim_of(rows, "").verdict
+
+    assert (verdict(21.0), verdict(20.0)) == ("reproduced", "not reproduced")
+
+
+def test_maps_are_judged_by_foreground_and_texture() -> None:
+    def verdict(foreground: float, texture: float) -> str:
+        row = {key: over_seeds([0.5] * 3) for key in router_maps.COLUMNS}
+        row |= {"foreground": over_seeds([foreground] * 3), "texture": over_seeds([texture] * 3)}
+        return router_maps.claim_of({"stratified": row, "fixed": row}, "").verdict
+
+    assert verdict(0.6, 0.1) == "reproduced"
+    assert verdict(0.4, 0.1) == verdict(0.6, -0.1) == "not reproduced"

@@ -302,7 +302,7 @@ PRESETS: dict[str, dict[str, Any]] = {
                 "cooldown": 0.0,
             },
         },
-        "temperatures": {"rank_start": 0.2, "select_start": 0.1},
+        "temperatures": {"rank_start": 0.2, "rank_end": 0.1, "select_start": 0.1},
         "sampling": {"batch": 16, "micro_batch": 1, "density": "uniform", "caption_dropout": 0.1},
         "optimizer": {"rates": {"router": 3e-4, "policy": 1e-4}},
         "distill": {"every": 4},
