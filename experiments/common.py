@@ -19,6 +19,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+from experiments import ON_THE_MODEL
 from shiva.checkpoint import write_atomically
 from shiva.measure.environment import environment
 from shiva.measure.style import PALETTE
@@ -125,7 +126,9 @@ def claims_table(results: Sequence[Result]) -> Table:
 
 def keep(result: Result, folder: Path, seconds: float, quick: bool, command: str) -> None:
     """Write <name>.json, and <name>.png where the experiment draws one and matplotlib is here."""
-    made = {"quick": quick, "command": command, "seconds": round(seconds, 1), "environment": environment()}
+    made = {"quick": quick, "command": command, "environment": environment()}
+    if result.name not in ON_THE_MODEL:  # whose variants may have been trained long before
+        made["seconds"] = round(seconds, 1)
     record = {**asdict(result), **made}
     write_atomically(folder / f"{result.name}.json", (json.dumps(record, indent=1) + "\n").encode())
     draw = getattr(importlib.import_module(f"experiments.{result.name}"), "draw", None)
