@@ -128,7 +128,7 @@ def run(
     seeds: Sequence[int] = range(3),
     quick: bool = False,
     checkpoints: Sequence[Path] = (),
-    prompts: int = len(PROMPTS),
+    prompts: int = 8,
     model: Path = ROOT / "models" / "emoji",
     **where: Any,
 ) -> Result:
@@ -197,5 +197,5 @@ def draw(result: Result, axes: Any) -> None:
 if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("--checkpoints", type=Path, nargs="+", default=(), help="trained Shiva checkpoints to measure")
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help=f"images of a run; at most {len(PROMPTS)}")
+    parser.add_argument("--prompts", type=int, default=8, help=f"images of a run; at most {len(PROMPTS)}")
     main("selection", parser)
