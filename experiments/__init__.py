@@ -34,3 +34,6 @@ ON_THE_MODEL = (
     "router_maps",
 )
 """Need the embedded model, and minutes to hours."""
+
+FROM_TABLES = ("quality_tables", "speed_tables", "cost_tables")
+"""Read from the committed results of `shiva eval` and `shiva bench`."""

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments import ON_THE_MODEL, SYNTHETIC
+from experiments import FROM_TABLES, ON_THE_MODEL, SYNTHETIC
 from experiments.common import KEPT, ROOT
 from shiva.checkpoint import write_atomically
 
@@ -26,7 +26,7 @@ in the paper*: a measurement that the claim above it calls for.
 
 def load(folder: Path = KEPT) -> list[dict[str, Any]]:
     """The kept results, in the order of `shiva validate`."""
-    paths = [folder / f"{name}.json" for name in (*SYNTHETIC, *ON_THE_MODEL)]
+    paths = [folder / f"{name}.json" for name in (*SYNTHETIC, *ON_THE_MODEL, *FROM_TABLES)]
     missing = [path.stem for path in paths if not path.exists()]
     if missing:
         raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}; run `python -m experiments.{missing[0]}` first")

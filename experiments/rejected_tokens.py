@@ -1,6 +1,6 @@
 """Beyond the paper: what a rejected token gets, over whole sampling runs of the embedded model.
 
-    python -m experiments.rejected_tokens [--checkpoint models/shiva/60] [--aged models/shiva/60-cached]
+    python -m experiments.rejected_tokens [--checkpoint models/shiva/60] [--aged outputs/emoji-cached/checkpoint]
     python -m experiments.rejected_tokens --table results/validate/rejected_tokens.json
 
 Every contender runs the same prompts, noise, steps and guidance. PSNR and LPIPS are distances of its final images to

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import shiva
 from experiments import (
+    FROM_TABLES,
     ON_THE_MODEL,
     SYNTHETIC,
     accumulation,
@@ -245,8 +246,8 @@ def test_command_refuses_an_unknown_experiment() -> None:
     package = experiments_of(REPOSITORY)
     with pytest.raises(ValueError, match="there is no experiment 'jacobi'; pass one of joint_learning"):
         chosen(package, False, ["jacobi"])
-    assert chosen(package, False, None) == list(SYNTHETIC)
-    assert chosen(package, True, None) == [*SYNTHETIC, *ON_THE_MODEL]
+    assert chosen(package, False, None) == [*SYNTHETIC, *FROM_TABLES]
+    assert chosen(package, True, None) == [*SYNTHETIC, *ON_THE_MODEL, *FROM_TABLES]
 
 
 def test_outside_a_checkout_the_error_says_where_to_run(tmp_path: Path) -> None:

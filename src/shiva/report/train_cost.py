@@ -179,24 +179,27 @@ def measure_train(
 
 
 def train_sheet(chosen: Shape, results: list[TrainResult], skipped: dict[str, str]) -> Sheet:
-    plain = results[0]
+    plain, folded = (next(row for row in results if row.name == name) for name in (PLAIN, FOLDED))
     rows = [
         (
             row.name,
             seconds(row.seconds),
             f"{row.spread:.1%}",
             f"{row.relative:.2f}x",
-            f"{row.paper:.2f}x",
+            f"{row.seconds / folded.seconds:.2f}x",
+            "" if row is plain else f"{row.paper:.2f}x",
             f"{row.peak / 2**30:.2f} GiB",
             f"{row.peak / plain.peak:.2f}x" if plain.peak else "",
-            f"{row.paper_mb / results[0].paper_mb:.2f}x",
+            f"{row.peak / folded.peak:.2f}x" if folded.peak else "",
+            "" if row is plain else f"{row.paper_mb / plain.paper_mb:.2f}x",
         )
         for row in results
     ]
+    ratios = ("of plain", "of one product", "paper")
     left_out = "".join(f"; {name} left out: {reason}" for name, reason in skipped.items())
     return Sheet(
         title=f"One optimizer step, {chosen.described}",
-        columns=("method", "step", "±", "of plain", "paper", "peak above rest", "of plain", "paper"),
+        columns=("method", "step", "±", *ratios, "peak above rest", *ratios),
         rows=rows,
         caption="Shiva and NeuralSort with their dense teacher, the others with their own objectives; paper: 8 H200, "
         f"whole model, memory in all{left_out}",

@@ -65,8 +65,9 @@ def validate(
 
 
 def chosen(package: ModuleType, every: bool, only: list[str] | None) -> list[str]:
-    known = [*package.SYNTHETIC, *package.ON_THE_MODEL]
+    quick = [*package.SYNTHETIC, *package.FROM_TABLES]
+    known = [*package.SYNTHETIC, *package.ON_THE_MODEL, *package.FROM_TABLES]
     for name in only or []:
         if name not in known:
             raise ValueError(f"there is no experiment {name!r}; pass one of {', '.join(known)}")
-    return only or (known if every else list(package.SYNTHETIC))
+    return only or (known if every else quick)
