@@ -7,17 +7,13 @@
     python -m experiments.quality_tables
 
 FID is read as the Fréchet distance on EfficientNet-Lite0 features, CLIP as the embedded model's text-image score:
-other scales, so signs and orders are compared. The learned schedule is the one of `models/shiva/60`.
+other scales, so signs and orders are compared.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from experiments.common import ROOT, Claim, Result, judge, main, ordered, weakest
-from experiments.tables import RESULTS, Reading, Tables, beyond, listed, load, near
-from shiva.checkpoint import ShivaCheckpoint
-from shiva.methods.shiva import ShivaMethod
+from experiments.common import Claim, Result, judge, main, ordered, weakest
+from experiments.tables import RESULTS, Reading, Tables, beyond, listed, load
 
 LARGE = [f"emoji-64/tables/{name}" for name in ("main", "matched-61.6", "transfer", "ratio", "categories", "int8")]
 SMALL = [f"emoji-16/tables/{name}" for name in ("seeds", "heldout")]
@@ -28,15 +24,7 @@ SIZES = ("48 x 48", "64 x 48")
 
 
 def tables() -> Tables:
-    return {**load(RESULTS / "eval", [*LARGE, *SMALL]), "schedule": learned_schedule()}
-
-
-def learned_schedule() -> dict[str, Any]:
-    """Mean keep of Shiva 60's table by timestep (noise first) and by reduced layer."""
-    method = ShivaCheckpoint.from_pretrained(ROOT / "models" / "shiva" / "60").method()
-    assert isinstance(method, ShivaMethod)
-    ratios = method.schedule.ratios()[:, method.schedule.reduced]
-    return {"time": ratios.mean(1).tolist(), "layer": ratios.mean(0).tolist()}
+    return load(RESULTS / "eval", [*LARGE, *SMALL])
 
 
 def error(gain: dict[str, float], form: str = "+.3f") -> str:
@@ -143,31 +131,7 @@ def adaptive_ratio(t: Tables) -> Claim:
         f"Fréchet {learned:.1f} against {fixed:.1f}; fixed minus adaptive, text-image {error(gap, '+.4f')}",
         judge(False, learned < fixed),
         f"One training of each, {gap['count']} prompts, one seed. Under a flat table the adaptive checkpoint itself "
-        f"is at {flat:.1f}: its learned table is nearly flat, so little of this is the schedule.",
-    )
-
-
-def ratio_by_time(t: Tables) -> Claim:
-    first, last = t["schedule"]["time"][0], t["schedule"]["time"][-1]
-    return Claim(
-        "the learned schedule keeps few tokens at noise and many at the image",
-        "about 0.4 to about 0.8",
-        f"{first:.2f} to {last:.2f}",
-        judge(near(first, 0.4) and near(last, 0.8), first < last),
-        "One training. The order is the paper's, the range a tenth of it.",
-    )
-
-
-def ratio_by_depth(t: Tables) -> Claim:
-    layer = t["schedule"]["layer"]
-    half = len(layer) // 2
-    shallow, deep = (sum(part) / half for part in (layer[:half], layer[-half:]))
-    return Claim(
-        "the learned schedule preserves shallow layers",
-        "more in shallow layers; no figure",
-        f"{shallow:.3f} in the first {half} reduced layers, {deep:.3f} in the last",
-        judge(False, shallow > deep),
-        f"One training. By layer: {listed(layer, '.2f')}.",
+        f"is at {flat:.1f}: its learned table is nearly flat, so little of this is the schedule (`learned_schedule`).",
     )
 
 
@@ -270,8 +234,6 @@ READINGS: tuple[Reading, ...] = (
     seeds_80,
     transfer,
     adaptive_ratio,
-    ratio_by_time,
-    ratio_by_depth,
     other_sizes,
     other_prompts,
     over_all,
@@ -285,7 +247,7 @@ def run(quick: bool = False) -> Result:
     found = tables()
     sources = [f"results/eval/{name}.json" for name in [*LARGE, *SMALL]]
     claims = tuple(reading(found) for reading in READINGS)
-    return Result("quality_tables", "Quality by `shiva eval`", claims, {"read": [*sources, "models/shiva/60"]})
+    return Result("quality_tables", "Quality by `shiva eval`", claims, {"read": sources})
 
 
 if __name__ == "__main__":

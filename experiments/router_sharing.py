@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.common import Claim, Result, main, ordered, shown, weakest
+from experiments.common import Claim, Result, judge, main, ordered, shown, weakest
 from experiments.embedded import Stats, Variant, arguments, bench_of, draw_rows, table
 
 SHARING = ("global", "groups-4", "groups-3", "pairwise", "independent")
@@ -56,15 +56,18 @@ def claim_of(rows: dict[str, dict[str, Stats]], seen: str) -> Claim:
     def at_its_best(sharing: str) -> Stats:
         return min((error[f"{sharing}, {width}"] for width in WIDTHS), key=lambda stats: stats["mean"])
 
-    pair, others = at_its_best("pairwise"), [at_its_best(sharing) for sharing in SHARING if sharing != "pairwise"]
+    pair = at_its_best("pairwise")
+    against = {s: ordered(at_its_best(s)["values"], pair["values"]) for s in SHARING if s != "pairwise"}
+    below = ", ".join(f"{sharing}: {verdict}" for sharing, verdict in against.items())
     images = ", ".join(f"{name} {shown(row['psnr'])}" for name, row in rows.items())
     return Claim(
         "pairwise sharing has the lowest error; larger groups, one router for all layers and one for each have more",
         "MSE / similarity: " + ", ".join(f"{name} {mse} / {cosine}" for name, (mse, cosine) in PAPER.items()),
         f"lowest: {best}; MSE / similarity: "
         + ", ".join(f"{n} {shown(s)} / {rows[n]['cosine/keep_0.6']['mean']:.3f}" for n, s in error.items()),
-        weakest(*(ordered(other["values"], pair["values"]) for other in others)),
-        f"Each sharing at its better width, seed by seed; {seen}. Final images, PSNR in dB to dense: {images}.",
+        judge(weakest(*against.values()) == "reproduced", error[best] is pair),
+        f"Each sharing at its better width, seed by seed; {seen}. Pairwise below {below}. Final images, PSNR in dB to "
+        f"dense: {images}.",
     )
 
 

@@ -290,10 +290,11 @@ def test_halves_are_judged_by_final_images() -> None:
 
 
 def test_maps_are_judged_by_foreground_and_texture() -> None:
-    def verdict(foreground: float, texture: float) -> str:
+    def verdicts(foreground: float, texture: float) -> list[str]:
         row = {key: over_seeds([0.5] * 3) for key in router_maps.COLUMNS}
         row |= {"foreground": over_seeds([foreground] * 3), "texture": over_seeds([texture] * 3)}
-        return router_maps.claim_of({"stratified": row, "fixed": row}, "").verdict
+        fixed = row | {"foreground": over_seeds([0.5] * 3), "texture": over_seeds([0.0] * 3)}
+        return [claim.verdict for claim in router_maps.claims_of({"stratified": row, "fixed": fixed}, "")]
 
-    assert verdict(0.6, 0.1) == "reproduced"
-    assert verdict(0.4, 0.1) == verdict(0.6, -0.1) == "not reproduced"
+    assert verdicts(0.6, 0.1) == ["reproduced"] * 2
+    assert verdicts(0.4, 0.1) == verdicts(0.6, -0.1) == ["not reproduced"] * 2
