@@ -582,7 +582,7 @@ def test_ibtm_without_a_guidance_pair_says_why() -> None:
     session, timesteps = sampled(model, ibtm(), 6)
     with session:
         output(model, call_sd3(1, 8, 8, timesteps[0]))
-        with pytest.raises(RuntimeError, match="raise guidance_scale above 1"):
+        with pytest.raises(ValueError, match="raise guidance_scale above 1"):
             output(model, call_sd3(1, 8, 8, timesteps[1]))
 
 
@@ -593,7 +593,7 @@ def test_ibtm_uses_no_map_twice_when_guidance_ends_within_a_run() -> None:
         for timestep in timesteps[:2]:
             output(model, pair(call_sd3(2, 8, 8, timestep)))
         output(model, call_sd3(1, 8, 8, timesteps[2]))  # the step before it still had both predictions
-        with pytest.raises(RuntimeError, match="keep it there to the last step"):
+        with pytest.raises(ValueError, match="keep it there to the last step"):
             output(model, call_sd3(1, 8, 8, timesteps[3]))
 
 
@@ -610,7 +610,7 @@ def test_ibtm_on_flux_needs_the_two_calls_of_true_guidance() -> None:
             torch.testing.assert_close(session.ctx.run["importance"], expected)
         call = call_flux(1, 8, 8, timesteps[0])
         output(model, call)
-        with pytest.raises(RuntimeError, match="true_cfg_scale"):
+        with pytest.raises(ValueError, match="true_cfg_scale"):
             output(model, call_flux(1, 8, 8, timesteps[1]))
 
 
@@ -754,7 +754,7 @@ def test_ibtm_in_an_unguided_pipeline_says_why(backbone: str) -> None:
     tiny = PIPELINES[backbone]
     pipe = tiny.make()
     pipe.set_progress_bar_config(disable=True)
-    with shiva.attach(pipe, ibtm()), pytest.raises(RuntimeError, match="difference of the two guidance predictions"):
+    with shiva.attach(pipe, ibtm()), pytest.raises(ValueError, match="difference of the two guidance predictions"):
         tiny.image(pipe, guidance=1.0)
 
 

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from pipelines import flux
+from shiva.cli import main
+
 REPOSITORY = Path(__file__).parent.parent
 EMOJI = REPOSITORY / "models" / "emoji"
 
@@ -52,6 +55,18 @@ def test_generate_refuses_what_does_not_fit(options: tuple[str, ...], message: s
     result = shiva("generate", EMOJI, "a fox", *options, "--output", tmp_path)
     assert result.returncode == 2
     assert message in " ".join(result.stderr.split())
+
+
+def test_a_method_that_a_pipeline_cannot_run_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shiva.report.command.load_with_arguments", lambda *given: (flux(), {}))
+    call = ("generate", "a tiny Flux", "a fox", "--method", "SparseDiT", "--output", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["shiva", *call])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert "error: SparseDiT is not defined on FluxTransformer2DModel" in capsys.readouterr().err
 
 
 @pytest.mark.slow

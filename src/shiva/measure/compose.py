@@ -301,6 +301,6 @@ def attention_cache_refusals(shape: Shape) -> list[tuple[str, str]]:
             continue
         try:
             attach(model, shiva_entry(0.8).build(model)).detach()
-        except RuntimeError as error:
+        except ValueError as error:
             refusals.append((name, str(error)))
     return refusals

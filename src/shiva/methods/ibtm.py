@@ -147,7 +147,7 @@ class IBTMMethod(Method):
             return
         importance = ctx.run.pop("importance", None)  # none is used twice, should guidance end within the run
         if importance is None:
-            raise RuntimeError(
+            raise ValueError(
                 "IBTM ranks tokens by the difference of the two guidance predictions, but the step before had only "
                 "one: raise guidance_scale above 1 (Flux: true_cfg_scale, with a negative prompt) and keep it there "
                 "to the last step, or, if both halves are in the batch, attach with guidance='batched'"

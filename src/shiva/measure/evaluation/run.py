@@ -20,15 +20,13 @@ from typing import Any
 import torch
 
 from shiva.checkpoint import write_atomically
+from shiva.core.options import REFUSALS
 from shiva.measure.environment import environment
 from shiva.measure.evaluation.lineup import Contender, slug
 from shiva.measure.evaluation.workers import Workers
 from shiva.measure.prompts import PromptSet
 from shiva.measure.quality import Pictures
 from shiva.measure.quality.base import decode
-
-SKIPPABLE = (ValueError, TypeError, ImportError, FileNotFoundError)
-"""What a contender may raise that cannot run here; the others go on."""
 
 
 class OtherImages(ValueError):
@@ -145,7 +143,7 @@ class Run:
             try:
                 self.config(name)
                 able.append(name)
-            except SKIPPABLE as error:
+            except REFUSALS as error:
                 self.skipped[name] = str(error)
         known = self.manifest
         if known:
@@ -243,7 +241,7 @@ class Run:
                         self._make(chunk)
                         done += len(chunk.indices)
                         progress(name, done, total)
-            except SKIPPABLE as error:
+            except REFUSALS as error:
                 self.skipped[name] = str(error)
         workers.wait()
         whole = [name for name in able if not any(self.missing(name, seed) for seed in seeds)]
