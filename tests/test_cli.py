@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from pipelines import flux
 from shiva.cli import main
 
 REPOSITORY = Path(__file__).parent.parent
@@ -57,16 +56,21 @@ def test_generate_refuses_what_does_not_fit(options: tuple[str, ...], message: s
     assert message in " ".join(result.stderr.split())
 
 
+class UNetPipeline:
+    def to(self, device: str) -> None:
+        pass
+
+
 def test_a_method_that_a_pipeline_cannot_run_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("shiva.report.command.load_with_arguments", lambda *given: (flux(), {}))
-    call = ("generate", "a tiny Flux", "a fox", "--method", "SparseDiT", "--output", str(tmp_path))
+    monkeypatch.setattr("shiva.report.command.load_with_arguments", lambda *given: (UNetPipeline(), {}))
+    call = ("generate", "a U-Net", "a fox", "--method", "ToMeSD", "--output", str(tmp_path))
     monkeypatch.setattr("sys.argv", ["shiva", *call])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2
-    assert "error: SparseDiT is not defined on FluxTransformer2DModel" in capsys.readouterr().err
+    assert "error: UNetPipeline has no transformer; pass a DiT pipeline" in capsys.readouterr().err
 
 
 @pytest.mark.slow
