@@ -17,7 +17,7 @@ from torch import nn
 import shiva
 from pipelines import PIPELINES
 from shiva.adapters import ADAPTER_NAME, remove_adapter
-from shiva.checkpoint import CONFIG_FILE, WEIGHTS_FILE, write_atomically
+from shiva.checkpoint import CONFIG_FILE, WEIGHTS_FILE, may_be_hub_id, write_atomically
 
 from tiny import BACKBONES, make_flux, make_sd3, randomized
 
@@ -342,6 +342,16 @@ BROKEN = {
     "an empty folder": (lambda p: p, "config.json is missing"),
     "no folder": (lambda p: p / "nowhere", "no checkpoint folder at"),
 }
+
+
+def test_a_missing_folder_beside_others_is_not_asked_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert may_be_hub_id("runs/sd3")
+    Path("runs").mkdir()
+    with pytest.raises(FileNotFoundError, match="no checkpoint folder at runs/sd3"):
+        shiva.attach(make_sd3(), "runs/sd3")
 
 
 @pytest.mark.parametrize("fault", BROKEN)

@@ -64,11 +64,9 @@ class Contender:
             raise FileNotFoundError(f"{self.checkpoint} is not here{how}") from error
 
     def folder(self) -> str:
-        """The checkpoint's folder: the named one, or the only one inside it. `models/x` is never asked of the hub."""
+        """The checkpoint's folder: the named one, or the only one inside it."""
         assert self.checkpoint is not None
         root = Path(self.checkpoint)
-        if not root.is_dir() and Path(root.parts[0]).is_dir():
-            raise FileNotFoundError(self.checkpoint)
         if not root.is_dir() or (root / CONFIG_FILE).is_file():
             return self.checkpoint
         inside = sorted(path.parent for path in root.glob(f"*/{CONFIG_FILE}"))

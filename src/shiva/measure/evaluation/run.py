@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shiva.checkpoint import write_atomically
+from shiva.checkpoint import write_atomically, write_image
 from shiva.core.options import REFUSALS
 from shiva.measure.environment import environment
 from shiva.measure.evaluation.lineup import Contender, slug
@@ -256,9 +255,7 @@ class Run:
         for index, image in zip(chunk.indices, self.draw(self.pipe(), chunk.seed, chunk.indices), strict=True):
             path = self.path(chunk.name, chunk.seed, index)
             if not path.is_file():
-                buffer = io.BytesIO()
-                image.save(buffer, "PNG")
-                write_atomically(path, buffer.getvalue())
+                write_image(path, image)
 
 
 def lasting(where: Mapping[str, Any]) -> dict[str, Any]:
