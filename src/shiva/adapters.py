@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from shiva.core.needs import need
 
 ADAPTER_NAME = "shiva"
 KNOWN = ("lora_alpha", "r", "target_modules", "use_dora")
@@ -62,7 +63,7 @@ class AttachedAdapter:
                 "weights of 8 bits, as of layerwise casting, take no adapter; load the pipeline again in more bits, "
                 "attach first, then call enable_layerwise_casting"
             )
-        need_peft()
+        need("peft", "adapter")
         try:
             inject_adapter(transformer, config, weights)
             if all(map(can_fold, adapted_layers(transformer))):
@@ -125,15 +126,6 @@ def keeps_copies(transformer: nn.Module) -> bool:
     return False
 
 
-def need_peft() -> Any:
-    try:
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise ImportError(
-            "this checkpoint has an adapter, which needs PEFT: pip install 'shiva-dit[adapter]'"
-        ) from error
-
-
 def adapted_layers(transformer: nn.Module) -> list[Any]:
     """PEFT's layers that hold the adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -152,7 +144,7 @@ def can_fold(layer: Any) -> bool:
 
 def inject_adapter(transformer: nn.Module, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
     """Add a PEFT adapter to any transformer, also those without diffusers' own adapter support."""
-    peft = need_peft()
+    peft = need("peft", "adapter")
     trainable = {name for name, p in transformer.named_parameters() if p.requires_grad}
     peft.inject_adapter_in_model(peft.LoraConfig(**config), transformer, adapter_name=ADAPTER_NAME)
     result = peft.set_peft_model_state_dict(transformer, dict(weights), adapter_name=ADAPTER_NAME)

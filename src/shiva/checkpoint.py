@@ -77,7 +77,7 @@ CARD = """---
 # {{ method }} for `{{ base }}`
 
 Which image tokens each block of the transformer may skip, learned with
-Shiva (`pip install shiva-dit`){{ budget }}.
+Shiva (`pip install -e .` in a checkout){{ budget }}.
 
 ```python
 import shiva

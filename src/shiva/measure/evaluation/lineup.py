@@ -14,6 +14,7 @@ from typing import Any
 from shiva.checkpoint import CONFIG_FILE, ShivaCheckpoint
 from shiva.core import options
 from shiva.core.method import MethodConfig
+from shiva.core.needs import install
 from shiva.measure.evaluation.int8 import quantized
 from shiva.modules.schedule import RatioSchedule
 from shiva.session import Session, attach
@@ -197,7 +198,7 @@ def _read_file(path: Path) -> Lineup:
     try:
         import yaml
     except ImportError as error:
-        raise ImportError(f"{path} needs pyyaml to be read: pip install 'shiva-dit[metrics]'") from error
+        raise ImportError(f"{path} needs pyyaml to be read: {install('metrics')}") from error
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not here; pass --methods a YAML file of contenders, or methods' names")
     content = yaml.safe_load(path.read_text())
