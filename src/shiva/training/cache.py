@@ -58,8 +58,8 @@ class LatentCache:
             manifest = read_json(path)
             if (manifest["format"], manifest["shard"]) != (FORMAT, SHARD):
                 raise ValueError(
-                    f"the latents in {folder} have format {manifest['format']} and shards of {manifest['shard']}, this "
-                    f"version reads {FORMAT} and {SHARD}; delete the folder, or set data.cache to another one"
+                    f"the latents in {folder} have format {manifest['format']} and shards of {manifest['shard']}, "
+                    f"this version reads {FORMAT} and {SHARD}; delete the folder, or set data.cache to another one"
                 )
             check_origin(folder, manifest["made_by"], origin, whole=count is not None)
             return cls(folder, manifest["count"])
