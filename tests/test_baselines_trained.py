@@ -609,7 +609,7 @@ def test_sparsedit_tokens_stay_few_inside_a_module_and_follow_the_timestep() -> 
 
 
 def test_sparsedit_is_refused_where_attention_is_rotary() -> None:
-    with pytest.raises(TypeError, match="SparseDiT is not defined on FluxTransformer2DModel"):
+    with pytest.raises(ValueError, match="SparseDiT is not defined on FluxTransformer2DModel"):
         shiva.attach(BACKBONES["flux"].make(), METHODS["sparsedit"].on)
 
 

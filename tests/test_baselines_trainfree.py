@@ -333,7 +333,7 @@ def spoil_cache(memory: dict[Any, Any]) -> None:
 
 def test_the_cache_matters_exactly_when_it_has_weight() -> None:
     def outputs(weight: float, spoil: Callable[[dict[Any, Any]], None] | None) -> list[Tensor]:
-        return run_steps(shiva.SDTM(round_to=1, switch=3, cache_weight=weight), spoil=spoil)
+        return run_steps(shiva.SDTM(round_to=1, switch=0.5, cache_weight=weight), spoil=spoil)
 
     assert all(map(torch.equal, outputs(1.0, None), outputs(1.0, spoil_cache)))
     assert not all(map(torch.equal, outputs(0.1, None), outputs(0.1, spoil_cache)))
@@ -362,24 +362,32 @@ def test_tokens_left_alone_lose_their_priority() -> None:
 
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_sdtm_realises_its_declared_counts_at_every_step(backbone: str) -> None:
-    tiny, config = BACKBONES[backbone], shiva.SDTM(round_to=1, switch=3)
+    tiny, config = BACKBONES[backbone], shiva.SDTM(round_to=1, switch=3 / 8)
     model = tiny.make()
     session, timesteps = sampled(model, config, 8)
     with session:
         for step, timestep in enumerate(timesteps):
             output(model, tiny.call(2, 8, 8, timestep))
-            share = config.share(step, 8)
             for site in session.backbone.sites(model):
                 if site.name in session.stats[-1].kept:
                     kept = session.stats[-1].kept[site.name]
-                    assert kept == sdtm_kept(config, step, share, site.kind, 64), (step, site.name)
+                    assert kept == sdtm_kept(config, step, 8, site.kind, 64), (step, site.name)
 
 
-def sdtm_kept(config: shiva.SDTM, step: int, share: float, kind: str, tokens: int) -> int:
+@pytest.mark.parametrize(("steps", "structure"), [(50, 21), (16, 7), (5, 3), (1, 1)])
+def test_sdtm_comes_to_its_detail_stage_in_a_run_of_any_length(steps: int, structure: int) -> None:
+    """Steps 0 to 20 of the release's 50."""
+    assert [shiva.SDTM().is_structure(step, steps) for step in range(steps)] == [
+        step < structure for step in range(steps)
+    ]
+
+
+def sdtm_kept(config: shiva.SDTM, step: int, steps: int, kind: str, tokens: int) -> int:
     protected = config.protect_every is not None and step % config.protect_every == 0
     if protected or kind not in ("attention", "ffn"):
         return tokens
-    if step <= config.switch:
+    share = config.share(step, steps)
+    if config.is_structure(step, steps):
         return tokens - 3 * config.merged_windows(share, tokens)
     return tokens - config.merged_tokens(share, tokens) if kind == "ffn" else tokens
 
@@ -582,7 +590,7 @@ def test_ibtm_without_a_guidance_pair_says_why() -> None:
     session, timesteps = sampled(model, ibtm(), 6)
     with session:
         output(model, call_sd3(1, 8, 8, timesteps[0]))
-        with pytest.raises(RuntimeError, match="raise guidance_scale above 1"):
+        with pytest.raises(ValueError, match="raise guidance_scale above 1"):
             output(model, call_sd3(1, 8, 8, timesteps[1]))
 
 
@@ -593,7 +601,7 @@ def test_ibtm_uses_no_map_twice_when_guidance_ends_within_a_run() -> None:
         for timestep in timesteps[:2]:
             output(model, pair(call_sd3(2, 8, 8, timestep)))
         output(model, call_sd3(1, 8, 8, timesteps[2]))  # the step before it still had both predictions
-        with pytest.raises(RuntimeError, match="keep it there to the last step"):
+        with pytest.raises(ValueError, match="keep it there to the last step"):
             output(model, call_sd3(1, 8, 8, timesteps[3]))
 
 
@@ -610,13 +618,13 @@ def test_ibtm_on_flux_needs_the_two_calls_of_true_guidance() -> None:
             torch.testing.assert_close(session.ctx.run["importance"], expected)
         call = call_flux(1, 8, 8, timesteps[0])
         output(model, call)
-        with pytest.raises(RuntimeError, match="true_cfg_scale"):
+        with pytest.raises(ValueError, match="true_cfg_scale"):
             output(model, call_flux(1, 8, 8, timesteps[1]))
 
 
 def test_ibtm_drops_before_it_merges(monkeypatch: pytest.MonkeyPatch) -> None:
     rules, model = [], make_sd3()
-    session, timesteps = sampled(model, ibtm(merge_from=2, first_step="dense"), 4)
+    session, timesteps = sampled(model, ibtm(merge_from=0.5, first_step="dense"), 4)
     original = merging.merge
     monkeypatch.setattr(merging, "merge", lambda x, m, rule="mean": rules.append(rule) or original(x, m, rule))
     with session:
@@ -624,6 +632,18 @@ def test_ibtm_drops_before_it_merges(monkeypatch: pytest.MonkeyPatch) -> None:
             output(model, pair(call_sd3(2, 8, 8, timestep)))
         assert [record.kept["transformer_blocks.1.attn"] for record in session.stats] == [64, 32, 32, 32]
     assert rules == ["prune"] * 2 + ["mean"] * 4
+
+
+@pytest.mark.parametrize(("steps", "dropping"), [(20, 4), (10, 2)])
+def test_ibtm_drops_for_a_fifth_of_a_run_of_any_length(steps: int, dropping: int) -> None:
+    model, combined = make_sd3(), []
+    session, timesteps = sampled(model, ibtm(), steps)
+    with session:
+        for timestep in timesteps[: dropping + 1]:
+            output(model, pair(call_sd3(2, 8, 8, timestep)))
+            assert session.ctx is not None
+            combined.append(session.ctx.memory["combine"])
+    assert combined == ["prune"] * dropping + ["mean"]
 
 
 # -- configs -----------------------------------------------------------------------------------------
@@ -640,6 +660,8 @@ def test_ibtm_drops_before_it_merges(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: shiva.ToMeSD(guidance="max"), "guidance='max' is unknown"),
         (lambda: shiva.ToFu(switch=2.0), "switch=2.0 is above 1"),
         (lambda: shiva.ToFu(rule="prune"), "rule='prune' is unknown"),
+        (lambda: shiva.SDTM(switch=20), "switch=20 is above 1; pass a share"),
+        (lambda: shiva.IBTM(merge_from=4), "merge_from=4 is above 1; pass a share"),
         (lambda: shiva.SDTM(deviation=0.4), "deviation=0.4 is above ratio=0.3"),
         (lambda: shiva.SDTM(ratio=0.7), "ratio \\+ deviation=0.[89].* is above 0.75"),
         (lambda: shiva.SDTM(protect_every=None), "pass protect_every, or cache_weight=1"),
@@ -669,7 +691,7 @@ def test_presets_build_for_a_backbone(config: type[MethodConfig]) -> None:
 # -- runs that change ------------------------------------------------------------------------------------
 
 CHANGING: dict[str, MethodConfig] = {
-    "sdtm": shiva.SDTM(round_to=1, switch=1, protect_every=5),
+    "sdtm": shiva.SDTM(round_to=1, switch=0.02, protect_every=5),
     "toma": shiva.ToMA(skip=1, every=1, select_every=3, assign_every=3),
     "toma-per-sample": shiva.ToMA(skip=1, every=1, select_every=3, assign_every=3, guidance="per-sample"),
 }
@@ -694,9 +716,9 @@ def test_guidance_may_end_and_the_image_grow_within_falling_timesteps(method: st
 AT_WORK: dict[str, MethodConfig] = {
     "tomesd": shiva.ToMeSD(sites=("attention", "cross_attention", "ffn")),
     "tofu": shiva.ToFu(),
-    "sdtm": shiva.SDTM(round_to=1, switch=1, protect_every=2),
+    "sdtm": shiva.SDTM(round_to=1, switch=0.25, protect_every=2),
     "toma": shiva.ToMA(skip=1, tile=3, select_every=2),
-    "ibtm": shiva.IBTM(layers=(0, 3), merge_from=2),
+    "ibtm": shiva.IBTM(layers=(0, 3), merge_from=0.5),
 }
 
 
@@ -719,7 +741,7 @@ COMPILED: dict[str, tuple[MethodConfig, int]] = {
     "tofu": (AT_WORK["tofu"], 1),
     "sdtm": (shiva.SDTM.preset("merge_only", deviation=0.0, round_to=1), 2),  # its counter begins, and goes on
     "toma": (shiva.ToMA(skip=1, every=1, select_every=2), 2),  # destinations are made, or reused
-    "ibtm": (shiva.IBTM(layers=(0, 1), merge_from=2), 3),  # partition, prune, merge
+    "ibtm": (shiva.IBTM(layers=(0, 1), merge_from=0.5, steps=4), 3),  # partition, prune, merge
     "neuralsort": (shiva.NeuralSort(keep=0.5), 1),
     "diffcr": (shiva.DiffCR(initial=0.5), 1),
     "sparsedit": (shiva.SparseDiT(rates=(0.5, 0.5), split=(1, 0, 1, 0), bottom=0, top=0), 1),
@@ -754,7 +776,7 @@ def test_ibtm_in_an_unguided_pipeline_says_why(backbone: str) -> None:
     tiny = PIPELINES[backbone]
     pipe = tiny.make()
     pipe.set_progress_bar_config(disable=True)
-    with shiva.attach(pipe, ibtm()), pytest.raises(RuntimeError, match="difference of the two guidance predictions"):
+    with shiva.attach(pipe, ibtm()), pytest.raises(ValueError, match="difference of the two guidance predictions"):
         tiny.image(pipe, guidance=1.0)
 
 
@@ -841,8 +863,7 @@ def test_paper_flops_of_sdtm_over_its_schedule(medium: Medium, monkeypatch: pyte
     summary, _ = medium.records(config, (0, 30), monkeypatch)
 
     def declared(step: int) -> dict[str, int]:
-        share = config.share(step, 50)
-        return {name: sdtm_kept(config, step, share, kind, 4096) for name, kind, _ in summary.places}
+        return {name: sdtm_kept(config, step, 50, kind, 4096) for name, kind, _ in summary.places}
 
     for step, record in zip((0, 30), summary.steps, strict=True):
         assert {name: record.kept[name] for name in declared(step)} == declared(step)

@@ -393,7 +393,7 @@ def test_what_cannot_compose_is_refused_by_name(small: Any) -> None:
     assert "caches attention outputs" in refusals["Pyramid Attention Broadcast"]
     model = make_flux()
     add_cache(model, 0.1)
-    with pytest.raises(RuntimeError, match="FirstBlockCache.*attach first"):
+    with pytest.raises(ValueError, match="FirstBlockCache.*attach first"):
         attach(model, shiva.Shiva(budget=0.5))
 
 

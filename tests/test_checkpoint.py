@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import peft
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 import shiva
 from pipelines import PIPELINES
 from shiva.adapters import ADAPTER_NAME, remove_adapter
-from shiva.checkpoint import CONFIG_FILE, WEIGHTS_FILE, write_atomically
+from shiva.checkpoint import CONFIG_FILE, WEIGHTS_FILE, may_be_hub_id, write_atomically
 
 from tiny import BACKBONES, make_flux, make_sd3, randomized
 
@@ -144,6 +145,111 @@ def test_an_adapter_is_folded_into_the_weights_and_means_the_same() -> None:
             assert not torch.allclose(model(**call)[0], folded, rtol=1e-4, atol=1e-4)
 
 
+def adapted_sd3() -> tuple[nn.Module, dict[str, Any], shiva.ShivaCheckpoint]:
+    model = make_sd3()
+    checkpoint = shiva.ShivaCheckpoint.of(varied_method(model), **adapter(make_sd3()))
+    return model, BACKBONES["sd3"].call(1, 6, 6), checkpoint
+
+
+def offload_to_disk(model: Any, folder: Path) -> None:
+    cpu = torch.device("cpu")
+    model.enable_group_offload(cpu, cpu, offload_type="leaf_level", offload_to_disk_path=str(folder))
+
+
+@torch.no_grad()
+def test_group_offload_to_disk_is_refused_before_an_adapter_and_keeps_it_afterwards(tmp_path: Path) -> None:
+    """diffusers loads every weight from the file it wrote, whatever has become of the weight since."""
+    model, call, checkpoint = adapted_sd3()
+    session = shiva.attach(model, checkpoint, budget=1.0)
+    adapted = model(**call)[0]
+    offload_to_disk(model, tmp_path / "after")
+    with pytest.raises(ValueError, match="would bring them back; load the pipeline again"):
+        session.detach()
+    assert session.attached
+    torch.testing.assert_close(model(**call)[0], adapted)
+
+    model, call, checkpoint = adapted_sd3()
+    dense = model(**call)[0]
+    offload_to_disk(model, tmp_path / "before")
+    with pytest.raises(ValueError, match="attach first, then enable group offload"):
+        shiva.attach(model, checkpoint, budget=1.0)
+    torch.testing.assert_close(model(**call)[0], dense)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("offload_first", [True, False])
+def test_an_adapter_lives_with_group_offload_in_memory(offload_first: bool) -> None:
+    model, call, checkpoint = adapted_sd3()
+    dense = model(**call)[0]
+    with shiva.attach(model, checkpoint, budget=0.5):
+        adapted = model(**call)[0]
+
+    def offload() -> None:
+        model.enable_group_offload(torch.device("cpu"), offload_type="leaf_level")
+
+    if offload_first:
+        offload()
+    session = shiva.attach(model, checkpoint, budget=0.5)
+    if not offload_first:
+        offload()
+    assert torch.equal(model(**call)[0], adapted)
+    hooks = [m._diffusers_hook.get_hook("group_offloading") for m in model.modules() if hasattr(m, "_diffusers_hook")]
+    group: Any = next(hook.group for hook in hooks if hook is not None)
+    group.stream = object()  # a stream needs CUDA; its groups hold their own copies
+    with pytest.raises(ValueError, match="group offload with streams"):
+        session.detach()
+    group.stream = None
+    session.detach()
+    assert torch.equal(model(**call)[0], dense)
+
+
+@torch.no_grad()
+def test_an_adapter_under_sequential_offload_leaves_after_it() -> None:
+    model, call, checkpoint = adapted_sd3()
+    dense = model(**call)[0]
+    session = shiva.attach(model, checkpoint, budget=0.5)
+    accelerate.cpu_offload(model, execution_device="cpu")
+    model(**call)
+    with pytest.raises(ValueError, match="remove_all_hooks"):
+        session.detach()
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    session.detach()
+    assert torch.equal(model(**call)[0], dense)
+
+
+@torch.no_grad()
+def test_weights_are_cast_to_eight_bits_after_an_adapter_not_before() -> None:
+    model, call, checkpoint = adapted_sd3()
+    with shiva.attach(model, checkpoint, budget=1.0):
+        adapted = model(**call)[0]
+        model.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
+        cast = model(**call)[0]
+    assert (cast - adapted).norm() < (cast - model(**call)[0]).norm()
+    with pytest.raises(ValueError, match="attach first, then call enable_layerwise_casting"):
+        shiva.attach(model, checkpoint, budget=1.0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_lora_fused_after_attach_is_not_undone(dtype: torch.dtype) -> None:
+    model, call, checkpoint = adapted_sd3()
+    model.to(dtype)
+    call = {name: t.to(dtype) if torch.is_floating_point(t) else t for name, t in call.items()}
+    dense = model(**call)[0]
+    session = shiva.attach(model, checkpoint, budget=0.5)
+    users = peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False)
+    model.add_adapter(users, adapter_name="users")
+    model.fuse_lora()
+    fused = model(**call)[0]
+    with pytest.raises(ValueError, match="pipe.unfuse_lora"):
+        session.detach()
+    assert torch.equal(model(**call)[0], fused)
+    model.unfuse_lora()
+    model.delete_adapters("users")
+    session.detach()
+    assert torch.equal(model(**call)[0], dense)
+
+
 FOREIGN_ADAPTERS = {
     "another way of making weights": (lambda a: a["adapter_config"].update(init_lora_weights="pissa"), "init_lora"),
     "another size": (lambda a: a["adapter_config"].update(r=7), "size mismatch"),
@@ -236,6 +342,16 @@ BROKEN = {
     "an empty folder": (lambda p: p, "config.json is missing"),
     "no folder": (lambda p: p / "nowhere", "no checkpoint folder at"),
 }
+
+
+def test_a_missing_folder_beside_others_is_not_asked_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert may_be_hub_id("runs/sd3")
+    Path("runs").mkdir()
+    with pytest.raises(FileNotFoundError, match="no checkpoint folder at runs/sd3"):
+        shiva.attach(make_sd3(), "runs/sd3")
 
 
 @pytest.mark.parametrize("fault", BROKEN)

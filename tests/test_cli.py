@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from shiva.cli import main
+
 REPOSITORY = Path(__file__).parent.parent
 EMOJI = REPOSITORY / "models" / "emoji"
 
@@ -52,6 +54,23 @@ def test_generate_refuses_what_does_not_fit(options: tuple[str, ...], message: s
     result = shiva("generate", EMOJI, "a fox", *options, "--output", tmp_path)
     assert result.returncode == 2
     assert message in " ".join(result.stderr.split())
+
+
+class UNetPipeline:
+    def to(self, device: str) -> None:
+        pass
+
+
+def test_a_method_that_a_pipeline_cannot_run_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shiva.report.command.load_with_arguments", lambda *given: (UNetPipeline(), {}))
+    call = ("generate", "a U-Net", "a fox", "--method", "ToMeSD", "--output", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["shiva", *call])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert "error: UNetPipeline has no transformer; pass a DiT pipeline" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -189,6 +189,15 @@ def test_the_folder_knows_who_failed_while_running(evaluation: Evaluation) -> No
     assert run.manifest["skipped"] == {}
 
 
+def test_a_contender_that_refuses_the_run_is_left_out_and_the_others_go_on(tmp_path: Path, pipe: Prompted) -> None:
+    """IBTM compares two predictions; without guidance there is one, which shows only while it runs."""
+    lineup = Lineup({"dense": Contender(), "IBTM": Contender(method="IBTM", options={"layers": [0, 1]})})
+    unguided = make(tmp_path, pipe, lineup=lineup, settings=Settings("tiny", None, steps=3, guidance=1.0))
+    run = unguided.run()
+    assert unguided.generate(run, ["IBTM", "dense"], [0]) == ["dense"]
+    assert "raise guidance_scale above 1" in run.skipped["IBTM"]
+
+
 def test_the_folder_keeps_every_environment_that_made_images(
     evaluation: Evaluation, monkeypatch: pytest.MonkeyPatch
 ) -> None:

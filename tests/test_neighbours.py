@@ -126,7 +126,7 @@ def test_offload_comes_after_the_session_and_is_refused_before_it(offload: str) 
 
     model = make_sd3()
     switch_on(model)
-    with pytest.raises(RuntimeError, match="CPU offload is on.*attach first"):
+    with pytest.raises(ValueError, match="CPU offload is on.*attach first"):
         shiva.attach(model, shiva.Shiva(flops=0.7))
 
 
@@ -146,7 +146,7 @@ def test_an_attention_cache_enabled_after_the_session_is_refused_at_the_next_run
                 spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
             )
         )
-        with pytest.raises(RuntimeError, match="caches attention outputs.*disable_cache"):
+        with pytest.raises(ValueError, match="caches attention outputs.*disable_cache"):
             model(**call)
 
 

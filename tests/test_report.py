@@ -266,7 +266,7 @@ def test_cells_hold_numbers(cell: str, value: float | None) -> None:
 
 def test_without_matplotlib_the_page_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"shiva-dit\[report\]"):
+    with pytest.raises(ImportError, match=r"\.\[report\]"):
         plot()
     page = Page("Test")
     add(page, training_run(tmp_path))

@@ -72,5 +72,5 @@ def test_variance_preserving_agrees_with_the_scheduler(prediction: str) -> None:
 
 
 def test_an_unknown_prediction_is_refused() -> None:
-    with pytest.raises(TypeError, match="prediction_type='sample'"):
+    with pytest.raises(ValueError, match="prediction_type='sample'"):
         noise_process(EulerDiscreteScheduler(prediction_type="sample"), "uniform")

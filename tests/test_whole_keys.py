@@ -97,5 +97,5 @@ def test_refusals() -> None:
             model(**call_sd3(1, 4, 4))
     other: Any = BACKBONES["flux"].make()
     other.transformer_blocks[1].attn.processor = torch.nn.Identity()
-    with pytest.raises(TypeError, match="finds Identity"):
+    with pytest.raises(ValueError, match="finds Identity"):
         shiva.attach(other, SWEEP)

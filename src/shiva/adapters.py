@@ -2,32 +2,68 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shiva.core.needs import need
+
 ADAPTER_NAME = "shiva"
 KNOWN = ("lora_alpha", "r", "target_modules", "use_dora")
 """Arguments of PEFT's LoraConfig that a checkpoint may give; others change how weights are made or loaded."""
+SAMPLE = 4096
+"""Numbers of a weight that are looked at to see whether it has changed; a LoRA changes nearly all."""
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A layer with the adapter in its weight, the weight from before, and a sample of the one it was given."""
+
+    layer: nn.Linear
+    original: Tensor
+    given: Tensor
+
+    def changed(self) -> bool:
+        """Whether more than rounding was done to the weight since: moving, casting or unfusing a LoRA does no more."""
+        weight = self.layer.weight.data
+        if type(weight) is not Tensor or not weight.is_floating_point():
+            return True
+        now = sample(weight)
+        coarsest = max(torch.finfo(t.dtype).eps for t in (now, self.given))
+        given = self.given.double()
+        return bool((now.double() - given).norm() > coarsest * given.norm())
+
+    def restore(self) -> None:
+        self.layer.weight.data = self.original.to(self.layer.weight.data)
 
 
 class AttachedAdapter:
     """A PEFT adapter put into a transformer.
 
     Run live, DoRA adds products and norms to every layer. So it is folded into the weights, and the originals wait in
-    main memory for `remove()`. Where weights are not plain numbers in reach (quantized, offloaded), it stays live.
+    main memory for `remove()`. Where weights are not plain numbers in reach (quantized), it stays live.
     """
 
     def __init__(self, transformer: nn.Module, config: Mapping[str, Any], weights: Mapping[str, Tensor]):
         self.transformer = transformer
-        self._originals: list[tuple[nn.Linear, Tensor]] = []
+        self._folded: list[Folded] = []
         foreign = sorted(config.keys() - KNOWN)
         if foreign:
             raise ValueError(f"the adapter's config has {foreign[0]!r}; only {', '.join(KNOWN)} are known")
-        need_peft()
+        if keeps_copies(transformer):
+            raise ValueError(
+                "group offload with streams or to disk is on, and reloads weights without the checkpoint's adapter; "
+                "load the pipeline again, attach first, then enable group offload"
+            )
+        if any(map(is_float8, transformer.parameters())):
+            raise ValueError(
+                "weights of 8 bits, as of layerwise casting, take no adapter; load the pipeline again in more bits, "
+                "attach first, then call enable_layerwise_casting"
+            )
+        need("peft", "adapter")
         try:
             inject_adapter(transformer, config, weights)
             if all(map(can_fold, adapted_layers(transformer))):
@@ -37,34 +73,57 @@ class AttachedAdapter:
             self.remove()
             raise
 
-    @property
-    def folded(self) -> bool:
-        return bool(self._originals)
-
     def _fold(self) -> None:
-        for layer in adapted_layers(self.transformer):
-            base: nn.Linear = layer.get_base_layer()
-            self._originals.append((base, base.weight.data.cpu()))
-            layer.merge(safe_merge=True, adapter_names=[ADAPTER_NAME])  # a new tensor: the original stays as it is
-            layer.merged_adapters.remove(ADAPTER_NAME)  # or a user's own adapter on the layer would fall silent
+        for adapted in adapted_layers(self.transformer):
+            layer: nn.Linear = adapted.get_base_layer()
+            original = layer.weight.data.cpu()
+            adapted.merge(safe_merge=True, adapter_names=[ADAPTER_NAME])  # a new tensor: the original stays as it is
+            self._folded.append(Folded(layer, original, sample(layer.weight.data)))
+            adapted.merged_adapters.remove(ADAPTER_NAME)  # or a user's own adapter on the layer would fall silent
         remove_adapter(self.transformer, ADAPTER_NAME)
 
     def remove(self) -> None:
-        """Give every layer the weights it had, bit for bit."""
-        if not self.folded:
+        """Give every layer the weights it had, bit for bit; refuse, with nothing changed, where that cannot last."""
+        if not self._folded:
+            if any(ADAPTER_NAME in layer.merged_adapters for layer in adapted_layers(self.transformer)):
+                raise ValueError("the checkpoint's adapter was fused with others; call pipe.unfuse_lora() first")
             remove_adapter(self.transformer, ADAPTER_NAME)
-        for base, original in self._originals:
-            base.weight.data = original.to(base.weight.data)
-        self._originals.clear()
+        elif keeps_copies(self.transformer):
+            raise ValueError(
+                "group offload with streams or to disk holds the adapted weights and would bring them back; "
+                "load the pipeline again, or detach before group offload is enabled"
+            )
+        elif any(folded.layer.weight.is_meta for folded in self._folded):
+            raise ValueError(
+                "CPU offload holds the adapted weights and would bring them back; "
+                "call pipe.remove_all_hooks() first, and enable offload again after detach()"
+            )
+        elif any(folded.changed() for folded in self._folded):
+            raise ValueError(
+                "weights have changed since attach, as by a fused LoRA or by quantizing, which detach() would undo; "
+                "call pipe.unfuse_lora() first, or fuse and quantize before attach"
+            )
+        for folded in self._folded:
+            folded.restore()
+        self._folded.clear()
 
 
-def need_peft() -> Any:
-    try:
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise ImportError(
-            "this checkpoint has an adapter, which needs PEFT: pip install 'shiva-dit[adapter]'"
-        ) from error
+def sample(weight: Tensor) -> Tensor:
+    flat = weight.flatten()
+    return flat[:: flat.numel() // SAMPLE | 1].cpu().clone()  # an odd stride: never one column alone
+
+
+def is_float8(weight: Tensor) -> bool:
+    return weight.is_floating_point() and weight.itemsize == 1
+
+
+def keeps_copies(transformer: nn.Module) -> bool:
+    """Whether group offload loads weights from copies of its own, past any change to the weights themselves."""
+    for module in transformer.modules():
+        hook = getattr(getattr(module, "_diffusers_hook", None), "hooks", {}).get("group_offloading")
+        if hook is not None and (hook.group.stream is not None or hook.group.offload_to_disk_path is not None):
+            return True
+    return False
 
 
 def adapted_layers(transformer: nn.Module) -> list[Any]:
@@ -80,12 +139,12 @@ def can_fold(layer: Any) -> bool:
     if type(base) is not nn.Linear or layer.merged_adapters:
         return False
     weight = base.weight.data
-    return type(weight) is Tensor and torch.is_floating_point(weight) and not weight.is_meta
+    return type(weight) is Tensor and weight.is_floating_point() and not weight.is_meta
 
 
 def inject_adapter(transformer: nn.Module, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
     """Add a PEFT adapter to any transformer, also those without diffusers' own adapter support."""
-    peft = need_peft()
+    peft = need("peft", "adapter")
     trainable = {name for name, p in transformer.named_parameters() if p.requires_grad}
     peft.inject_adapter_in_model(peft.LoraConfig(**config), transformer, adapter_name=ADAPTER_NAME)
     result = peft.set_peft_model_state_dict(transformer, dict(weights), adapter_name=ADAPTER_NAME)

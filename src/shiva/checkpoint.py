@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import tempfile
@@ -42,6 +43,13 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
 
 
+def write_image(path: Path, image: Any) -> None:
+    """Write a PIL image as PNG, all of it or nothing."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    write_atomically(path, buffer.getvalue())
+
+
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Tensors of a safetensors file, or an error that says what to do about it."""
     if not path.exists():
@@ -69,7 +77,7 @@ CARD = """---
 # {{ method }} for `{{ base }}`
 
 Which image tokens each block of the transformer may skip, learned with
-Shiva (`pip install shiva-dit`){{ budget }}.
+Shiva (`pip install -e .` in a checkout){{ budget }}.
 
 ```python
 import shiva
@@ -166,7 +174,7 @@ class ShivaCheckpoint(
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> ShivaCheckpoint:
         """Load from a folder, or from the hub by its `owner/name`."""
         name = str(pretrained_model_name_or_path)
-        if not Path(name).is_dir() and (Path(name).is_absolute() or name.startswith(".") or name.count("/") != 1):
+        if not Path(name).is_dir() and not may_be_hub_id(name):
             raise FileNotFoundError(f"no checkpoint folder at {name}; check the path, or pass a hub id (owner/name)")
         return super().from_pretrained(name, **kwargs)
 
@@ -269,6 +277,11 @@ class ShivaCheckpoint(
         if self.adapter_config is None or self.adapter_weights is None:
             return None
         return AttachedAdapter(transformer, self.adapter_config, self.adapter_weights)
+
+
+def may_be_hub_id(name: str) -> bool:
+    """Whether a name is `owner/name` with no such folder here: where there is a `runs`, `runs/x` is a path."""
+    return name.count("/") == 1 and name[0] not in "./~" and not Path(name.partition("/")[0]).is_dir()
 
 
 def to_json(value: Any) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from shiva.core.options import REFUSALS
 from shiva.measure.command import bench
 from shiva.measure.evaluation.command import evaluate
 from shiva.report.command import generate
@@ -35,6 +36,6 @@ def main() -> None:
     """Run a command; what a person did wrong is one line, not a traceback."""
     try:
         app()
-    except (ValueError, FileNotFoundError, ImportError) as error:
+    except REFUSALS as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         raise SystemExit(2) from error

@@ -42,7 +42,7 @@ def transformer_of(target: Any) -> nn.Module:
     """The transformer of a pipeline, or the module itself, without a torch.compile wrapper."""
     transformer = target if isinstance(target, nn.Module) else getattr(target, "transformer", None)
     if transformer is None:
-        raise TypeError(f"{type(target).__name__} has no transformer; pass a DiT pipeline or its transformer")
+        raise ValueError(f"{type(target).__name__} has no transformer; pass a DiT pipeline or its transformer")
     return getattr(transformer, "_orig_mod", transformer)
 
 
@@ -70,21 +70,21 @@ class Hooked:
 
 def refuse_conflicts(target: Any, transformer: nn.Module) -> None:
     if type(target).__name__ in REFUSED_PIPELINES:
-        raise TypeError(
+        raise ValueError(
             f"{type(target).__name__} mixes reference-image tokens with the image's own; pruning would drop "
             "parts of the reference; use FluxPipeline"
         )
     refuse_attention_caches(transformer)
     for name, hook in hooks_of(transformer):
         if hook == HOOK:
-            raise RuntimeError("a Shiva session is already attached here; call its detach() first")
+            raise ValueError("a Shiva session is already attached here; call its detach() first")
         if hook in INNER_CACHES:
-            raise RuntimeError(
+            raise ValueError(
                 f"{INNER_CACHES[hook]} at {name} would see pruned tokens only; call "
                 "transformer.disable_cache(), attach first, then enable the cache again"
             )
     if any(offloads(getattr(module, "_hf_hook", None)) for module in transformer.modules()):
-        raise RuntimeError(
+        raise ValueError(
             "CPU offload is on, and would drop the session after an image; call pipe.remove_all_hooks(), "
             "attach first, then enable offload again"
         )
@@ -93,7 +93,7 @@ def refuse_conflicts(target: Any, transformer: nn.Module) -> None:
 def refuse_attention_caches(transformer: nn.Module) -> None:
     for name, hook in hooks_of(transformer):
         if hook in REFUSED_HOOKS:
-            raise RuntimeError(
+            raise ValueError(
                 f"{REFUSED_HOOKS[hook]} caches attention outputs at {name}, which go wrong when the kept tokens "
                 "change; call transformer.disable_cache() first"
             )

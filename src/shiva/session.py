@@ -172,6 +172,9 @@ class Session:
 
     def detach(self) -> None:
         """Remove every trace of the session and let go of its run; the pipeline computes exactly as before it."""
+        if self._adapter is not None:
+            self._adapter.remove()
+            self._adapter = None
         if self.ctx is not None:
             self.ctx.run.clear()
             self.ctx.memory.clear()
@@ -179,9 +182,6 @@ class Session:
             hooked.release()
         self._hooked.clear()
         self._prepared.close()
-        if self._adapter is not None:
-            self._adapter.remove()
-            self._adapter = None
 
     @property
     def attached(self) -> bool:

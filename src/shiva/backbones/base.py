@@ -221,10 +221,10 @@ def backbone_of(transformer: nn.Module) -> Backbone:
     """The registered backbone of a transformer, found by its class or a base of it."""
     for cls in type(transformer).__mro__:
         if cls.__name__ in REFUSED:
-            raise TypeError(f"{cls.__name__} cannot be reduced: {REFUSED[cls.__name__]}")
+            raise ValueError(f"{cls.__name__} cannot be reduced: {REFUSED[cls.__name__]}")
         if cls.__name__ in _REGISTRY:
             return _REGISTRY[cls.__name__]
-    raise TypeError(
+    raise ValueError(
         f"{type(transformer).__name__} is not a supported transformer ({', '.join(sorted(_REGISTRY))}); "
         "add it with shiva.register_backbone, see CONTRIBUTING.md"
     )

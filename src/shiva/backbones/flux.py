@@ -100,7 +100,7 @@ class Flux(Backbone):
         attentions: list[Any] = [self.blocks(transformer)[layer].attn for layer in layers]
         foreign = {type(attn.processor).__name__ for attn in attentions} - {"FluxAttnProcessor"}
         if foreign:
-            raise TypeError(
+            raise ValueError(
                 f"attends='all' replaces Flux's own attention processor, but finds {', '.join(sorted(foreign))}; "
                 "detach what set it, or pass attends='selected'"
             )

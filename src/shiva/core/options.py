@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+REFUSALS = (ValueError, FileNotFoundError, ImportError)
+"""What is raised where a setting, a file or a package is at fault, with the fix in the message; all else is a bug."""
+
 
 def unknown_key(key: str, known: Iterable[str], owner: str) -> str:
     """The error text for a key that `owner` does not have."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shiva.backbones.base import backbone_of
+from shiva.core.needs import need
 from shiva.core.options import unknown_key
 from shiva.measure.contenders import Entry, shiva_entry, twin
 from shiva.measure.latency import Timing, timed
@@ -56,13 +57,6 @@ class ComposeResult:
     @property
     def name(self) -> str:
         return " + ".join(self.parts) or "dense"
-
-
-def need(module: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(f"this composition needs {module}: pip install 'shiva-dit[{extra}]'") from error
 
 
 def quantize_ffn(transformer: nn.Module) -> None:
@@ -301,6 +295,6 @@ def attention_cache_refusals(shape: Shape) -> list[tuple[str, str]]:
             continue
         try:
             attach(model, shiva_entry(0.8).build(model)).detach()
-        except RuntimeError as error:
+        except ValueError as error:
             refusals.append((name, str(error)))
     return refusals

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
+import inspect
+import itertools
 import json
 import statistics
 import time
@@ -40,6 +44,10 @@ class Contender:
 
     source: Source | None
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def settled(self) -> MethodConfig | None:
+        """The method with all its options; a checkpoint has its own."""
+        return self.source.changed(self.options) if isinstance(self.source, MethodConfig) else None
 
     @contextlib.contextmanager
     def attached(self, pipe: Any) -> Iterator[Session | None]:
@@ -102,7 +110,45 @@ def load_with_arguments(model: str | Path, dtype: str = "float32") -> tuple[Any,
 
 def warm_up(pipe: Any, prompt: str, guidance: float, **arguments: Any) -> None:
     """A short dense run whose time nobody takes: the first of a process is slow, and dense is the measure."""
-    pipe(prompt=[prompt], num_inference_steps=3, guidance_scale=guidance, **arguments)
+    pipe(**subjects(pipe, [prompt]), num_inference_steps=3, guidance_scale=guidance, **arguments)
+
+
+def subjects(pipe: Any, prompts: Sequence[str]) -> dict[str, Any]:
+    """The argument that tells a pipeline what to draw: prompts, or numbers of classes where it has those (DiT)."""
+    if "class_labels" not in inspect.signature(pipe.__call__).parameters:
+        return {"prompt": list(prompts)}
+    return {"class_labels": [class_number(pipe, prompt) for prompt in prompts]}
+
+
+def class_number(pipe: Any, prompt: str) -> int:
+    """A class by its number or its name."""
+    names: dict[str, int] = getattr(pipe, "labels", {})
+    classes = pipe.transformer.config.num_embeds_ada_norm
+    if prompt.isdecimal() and int(prompt) < classes:
+        return int(prompt)
+    if prompt not in names:
+        nearest = difflib.get_close_matches(prompt, names, n=1)
+        name = f", or its name (did you mean {nearest[0]!r}?)" if nearest else ""
+        raise ValueError(f"{prompt!r} is no class of this pipeline; pass a number from 0 to {classes - 1}{name}")
+    return names[prompt]
+
+
+@contextlib.contextmanager
+def stepping(scheduler: Any, tick: Callable[[int], None]) -> Iterator[None]:
+    """Tell each step of a run by its number; every pipeline has a scheduler, but not all a callback."""
+    step, numbers = scheduler.step, itertools.count()
+
+    @functools.wraps(step)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        tick(next(numbers))
+        return result
+
+    scheduler.step = counted
+    try:
+        yield
+    finally:
+        del scheduler.step
 
 
 def generate(
@@ -127,24 +173,19 @@ def generate(
     outcomes: dict[str, Outcome] = {}
     for _ in range(rounds):
         for name, contender in contenders.items():
-
-            def tick(pipe: Any, step: int, timestep: Any, state: dict[str, Any], name: str = name) -> dict[str, Any]:
-                progress(name, step)
-                return state
-
             with contender.attached(pipe) as session, tracing(session, trace) as seen:
                 start = time.perf_counter()
                 images = []
                 for first in range(0, len(prompts), size):
                     called = list(prompts[first : first + size])
-                    images += pipe(
-                        prompt=called,
-                        num_inference_steps=steps,
-                        guidance_scale=guidance,
-                        generator=[torch.Generator().manual_seed(seed + first + i) for i in range(len(called))],
-                        callback_on_step_end=tick,
-                        **arguments,
-                    ).images
+                    with stepping(pipe.scheduler, functools.partial(progress, name)):
+                        images += pipe(
+                            **subjects(pipe, called),
+                            num_inference_steps=steps,
+                            guidance_scale=guidance,
+                            generator=[torch.Generator().manual_seed(seed + first + i) for i in range(len(called))],
+                            **arguments,
+                        ).images
                 seconds = time.perf_counter() - start
                 summary = None if session is None else session.summary()
             if name in outcomes:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shiva.core import options
+from shiva.core.needs import install
 
 SPLITS = ("train", "validation", "all")
 
@@ -100,7 +101,7 @@ def read_parquet(path: Path, split: str = "train", core: bool = True) -> PromptS
     try:
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise ImportError(f"{path} needs pyarrow to be read: pip install 'shiva-dit[metrics]'") from error
+        raise ImportError(f"{path} needs pyarrow to be read: {install('metrics')}") from error
     options.choice("--split", split, SPLITS)
     columns: dict[str, list[Any]] = pq.read_table(path).to_pydict()
     missing = {"label", "group", "split", "core", "codepoint", "image"} - columns.keys()

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shiva.checkpoint import write_atomically
+from shiva.core.needs import install
 from shiva.measure.environment import environment
 
 RESULTS = Path("results/bench")
@@ -85,7 +86,7 @@ def publish(
     try:
         draw(document, path.with_suffix(".png"))
     except ImportError:
-        console.print("no figure: it needs matplotlib, pip install 'shiva-dit[report]'", markup=False)
+        console.print(f"no figure: it needs matplotlib, {install('report')}", markup=False)
     console.print(f"written: {path}")
     return path
 

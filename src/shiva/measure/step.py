@@ -64,7 +64,7 @@ def measure_step(
     for name, entry in entries.items():
         try:
             contenders[name] = Contender(entry, transformer, call)
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             skipped.append(Skipped(name, str(error)))
     dense_model: Any = twin(transformer)
     if compiled:

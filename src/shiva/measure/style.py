@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shiva.checkpoint import write_atomically
+from shiva.core.needs import install
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 """Okabe and Ito's colours, which the colour-blind tell apart."""
@@ -49,7 +50,7 @@ def plot(width: float = 7.0, height: float = 4.0, panels: int = 1, rows: int = 1
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install 'shiva-dit[report]'") from error
+        raise ImportError(f"figures need matplotlib: {install('report')}") from error
 
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(rows, panels, squeeze=False).flatten()

@@ -50,8 +50,11 @@ class IBTM(MethodConfig):
     """Sub-layers that run on merged tokens: attention, cross_attention, ffn."""
     similarity: str = "position"
     """Merge into the nearest destination on the grid (position), or the most similar block input (feature)."""
-    merge_from: int = 4
-    """First step that averages merged tokens; before it they are dropped, and receive their destination's result."""
+    merge_from: float = 0.2
+    """Share of the run, step 4 of 20, from which merged tokens are averaged; before it they are dropped, and receive
+    their destination's result."""
+    steps: int = 20
+    """Length of the run where no scheduler tells it (a bare transformer)."""
     first_step: str = "partition"
     """The first step, which has no guidance difference yet: ToMeSD's random partition, or dense."""
     guidance: GuidancePolicy = "per-sample"
@@ -63,6 +66,9 @@ class IBTM(MethodConfig):
 
     def __post_init__(self) -> None:
         merged_share("ratio", self.ratio)
+        options.share("merge_from", self.merge_from, zero=True)
+        if self.steps < 1:
+            raise ValueError(f"steps={self.steps} must be at least 1")
         if not self.pool > 0:
             raise ValueError(f"pool={self.pool} must be above 0; 1 merges exactly the least important tokens")
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -137,7 +143,8 @@ class IBTMMethod(Method):
 
     def begin_step(self, ctx: StepContext) -> None:
         """Draw the step's destinations by the map that the step before left; its second branch takes the first's."""
-        ctx.memory["combine"] = "mean" if ctx.step >= self.config.merge_from else "prune"
+        steps = ctx.steps or self.config.steps
+        ctx.memory["combine"] = "mean" if ctx.step >= self.config.merge_from * steps else "prune"
         if ctx.branch or not self.config.removed(ctx.tokens):
             return
         generator = seeded(self.config.seed, ctx.step)
@@ -147,7 +154,7 @@ class IBTMMethod(Method):
             return
         importance = ctx.run.pop("importance", None)  # none is used twice, should guidance end within the run
         if importance is None:
-            raise RuntimeError(
+            raise ValueError(
                 "IBTM ranks tokens by the difference of the two guidance predictions, but the step before had only "
                 "one: raise guidance_scale above 1 (Flux: true_cfg_scale, with a negative prompt) and keep it there "
                 "to the last step, or, if both halves are in the batch, attach with guidance='batched'"

@@ -39,8 +39,8 @@ class SDTM(MethodConfig):
     """Share of image tokens merged away, at the middle of its range over the run."""
     deviation: float = 0.2
     """The share falls along a cosine from ratio + deviation at the first step to ratio - deviation at the last."""
-    switch: int = 20
-    """Last step of the structure stage, counted from 0."""
+    switch: float = 0.4
+    """Share of the run at which the structure stage has its last step: step 20 of 50, counted from 0."""
     steps: int = 50
     """Length of the run where no scheduler tells it (a bare transformer)."""
     random: bool = True
@@ -62,6 +62,7 @@ class SDTM(MethodConfig):
 
     def __post_init__(self) -> None:
         options.share("deviation", self.deviation, zero=True)
+        options.share("switch", self.switch, zero=True)
         merged_share("ratio + deviation", self.ratio + self.deviation)
         if self.deviation > self.ratio:
             raise ValueError(
@@ -83,6 +84,10 @@ class SDTM(MethodConfig):
         """Share of tokens merged away at a step of a run."""
         progress = min(step / (steps - 1), 1.0) if steps > 1 else 0.0
         return self.ratio - self.deviation + 2 * self.deviation * math.cos(math.pi / 2 * progress)
+
+    def is_structure(self, step: int, steps: int) -> bool:
+        """Whether a step of a run merges whole windows."""
+        return step <= self.switch * steps
 
     def merged_windows(self, share: float, tokens: int) -> int:
         """Windows merged in the structure stage; each removes three tokens."""
@@ -137,8 +142,8 @@ class SDTMMethod(Method):
 
     def begin_step(self, ctx: StepContext) -> None:
         config = self.config
-        share = config.share(ctx.step, ctx.steps or config.steps)
-        structure = ctx.step <= config.switch
+        steps = ctx.steps or config.steps
+        share, structure = config.share(ctx.step, steps), config.is_structure(ctx.step, steps)
         ctx.memory["structure"] = structure
         ctx.memory["merged"] = (config.merged_windows if structure else config.merged_tokens)(share, ctx.tokens)
         ctx.memory["protected"] = config.protect_every is not None and ctx.step % config.protect_every == 0

@@ -155,7 +155,7 @@ class SparseDiTMethod(Method):
 
     def selects(self, site: Place) -> bool:
         if getattr(site, "rope", None) is not None:
-            raise TypeError(
+            raise ValueError(
                 f"SparseDiT is not defined on {self.spec.name}: pooled tokens lie between the positions of its rotary "
                 "table, and its single blocks fuse attention and FFN; use SD3, PixArt or DiT"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from shiva.checkpoint import write_atomically
+from shiva.checkpoint import write_atomically, write_image
 from shiva.core.method import MethodConfig
 from shiva.core.options import unknown_key
 from shiva.measure.environment import environment
@@ -21,7 +22,7 @@ from shiva.measure.generate import generate as run
 
 def generate(
     model: Annotated[str, typer.Argument(help="Folder or hub id of a diffusers pipeline")],
-    prompts: Annotated[list[str], typer.Argument(help="One or more prompts")],
+    prompts: Annotated[list[str], typer.Argument(help="One or more prompts; for DiT, classes by number or name")],
     checkpoint: Annotated[str | None, typer.Option(help="Folder or hub id of a trained checkpoint")] = None,
     method: Annotated[str | None, typer.Option(help="A method by its name, e.g. ToMeSD; see docs/methods.md")] = None,
     preset: Annotated[
@@ -29,7 +30,7 @@ def generate(
     ] = "official",
     budget: Annotated[float | None, typer.Option(help="Mean share of tokens that Shiva keeps")] = None,
     steps: Annotated[int, typer.Option(help="Denoising steps")] = 28,
-    guidance: Annotated[float, typer.Option(help="Guidance scale")] = 4.5,
+    guidance: Annotated[float, typer.Option(help="Guidance scale; for Flux, the one it was distilled with")] = 4.5,
     seed: Annotated[int, typer.Option(help="Seed of the first prompt's noise; the next prompts count on")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for images and run.json")] = Path("outputs/generate"),
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
@@ -38,6 +39,9 @@ def generate(
     """Generate images, dense or with fewer tokens, and say what was spared."""
     contender = choose(checkpoint, method, preset, budget)
     console = Console()
+    settled = contender.settled()
+    if settled is not None:
+        console.print(str(settled), markup=False, soft_wrap=True)
     pipe, arguments = load_with_arguments(model, dtype)
     pipe.to(device)
     with Progress(console=console, transient=True) as progress:
@@ -52,10 +56,9 @@ def generate(
             progress=lambda name, step: progress.update(task, advance=1),
             **arguments,
         )["run"]
-    output.mkdir(parents=True, exist_ok=True)
     files = [output / f"{i:03d}-{slug(prompt)}.png" for i, prompt in enumerate(prompts)]
     for file, image in zip(files, outcome.images, strict=True):
-        image.save(file)
+        write_image(file, image)
         console.print(str(file))
     if outcome.summary is not None:
         console.print(str(outcome.summary))
@@ -66,6 +69,7 @@ def generate(
         "method": method,
         "preset": preset,
     }
+    settings["options"] = None if settled is None else dataclasses.asdict(settled)  # type: ignore[call-overload]
     settings |= {"budget": budget, "steps": steps, "guidance": guidance, "seed": seed, "dtype": dtype}
     report: dict[str, Any] = {"environment": environment(), "settings": settings, "seconds": outcome.median}
     report["summary"] = None if outcome.summary is None else outcome.summary.to_dict()

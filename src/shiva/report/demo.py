@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from shiva.checkpoint import write_atomically
+from shiva.checkpoint import write_atomically, write_image
 from shiva.measure.contenders import shiva_entry
 from shiva.measure.environment import environment
 from shiva.measure.evaluation.lineup import DENSE, Contender, read_lineup, slug
@@ -112,10 +112,8 @@ def demo(
     page.glossary(meanings(HEADINGS, contenders))
     sign(page)
     for entry in made:
-        folder = output / slug(entry.name)
-        folder.mkdir(parents=True, exist_ok=True)
         for prompt, image in zip(PROMPTS, entry.images, strict=True):
-            image.save(folder / f"{slug(prompt)}.png")
+            write_image(output / slug(entry.name) / f"{slug(prompt)}.png", image)
     with drawing(page):
         save_grid(made, output / "grid.png")
     write_atomically(output / "index.html", str(page).encode())

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from shiva.checkpoint import ShivaCheckpoint
+from shiva.core.needs import need
 from shiva.measure.generate import load_with_arguments, quiet
 from shiva.measure.style import encode
 from shiva.report import figures
@@ -62,11 +63,7 @@ def need_gradio() -> Any:
     """Gradio, told beforehand to call nobody."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-    try:
-        import gradio
-    except ImportError as error:
-        raise ImportError("the server needs gradio: pip install 'shiva-dit[serve]'") from error
-    return gradio
+    return need("gradio", "serve")
 
 
 def launch(page: Any, host: str, port: int, wait: bool = True) -> str:

@@ -56,6 +56,11 @@ class LatentCache:
         path = folder / MANIFEST
         if path.exists():
             manifest = read_json(path)
+            if (manifest["format"], manifest["shard"]) != (FORMAT, SHARD):
+                raise ValueError(
+                    f"the latents in {folder} have format {manifest['format']} and shards of {manifest['shard']}, "
+                    f"this version reads {FORMAT} and {SHARD}; delete the folder, or set data.cache to another one"
+                )
             check_origin(folder, manifest["made_by"], origin, whole=count is not None)
             return cls(folder, manifest["count"])
         if count is None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from shiva.core.context import Tape
 from shiva.training.adapter import adapters_off
@@ -43,6 +45,12 @@ def diagnose(objectives: Objectives, batch: MicroBatch) -> str | None:
     session.teacher = None
     layer = first_bad_layer(tape)
     return None if layer is None else f"the output of block {layer} is not finite"
+
+
+def not_finite_of(groups: Mapping[str, Sequence[nn.Parameter]]) -> str:
+    """The groups of weights whose gradients are not finite; they may be too large together only."""
+    bad = [n for n, g in groups.items() if any(p.grad is not None and not p.grad.isfinite().all() for p in g)]
+    return " and ".join(bad) or "all weights together"
 
 
 def first_bad_layer(tape: Tape) -> int | None:

@@ -288,5 +288,5 @@ def family_of(pipe: Any, text_length: int | None = None, guidance: float = 3.5) 
     """The adapter of a pipeline, by its transformer's class."""
     name = type(getattr(pipe, "transformer", None)).__name__
     if name not in FAMILIES:
-        raise TypeError(f"training has no adapter for {name}; it knows {', '.join(FAMILIES)} (training/encode.py)")
+        raise ValueError(f"training has no adapter for {name}; it knows {', '.join(FAMILIES)} (training/encode.py)")
     return FAMILIES[name](pipe, text_length, guidance)

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+import functools
 
+from shiva.core import needs
 
-def need(module: str) -> Any:
-    """The module, or an error that names the extra which brings it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(f"training needs {module}: pip install 'shiva-dit[train]'") from error
+need = functools.partial(needs.need, extra="train")

@@ -39,7 +39,7 @@ def make_accelerator(precision: str, output: Path, wandb: str | None) -> Any:
     )
     kind = accelerator.distributed_type.value
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU"):
-        raise RuntimeError(
+        raise ValueError(
             f"accelerate is configured for {kind}; the base weights are frozen and the trained ones small, so plain "
             "data parallelism is used: run `accelerate config` and choose no FSDP, DeepSpeed or Megatron"
         )

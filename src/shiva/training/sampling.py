@@ -152,7 +152,7 @@ def noise_process(scheduler: Any, density: str) -> NoiseProcess:
     prediction = config.get("prediction_type", "epsilon")
     alphas = getattr(scheduler, "alphas_cumprod", None)
     if alphas is None or prediction not in ("epsilon", "v_prediction"):
-        raise TypeError(
+        raise ValueError(
             f"{type(scheduler).__name__} with prediction_type={prediction!r} is not known to training; load the "
             "pipeline with a FlowMatch scheduler, or one that predicts epsilon or v"
         )

@@ -94,7 +94,10 @@ def newest_of(run: Path) -> Path:
 def load_state(folder: Path) -> State:
     about = read_json(folder / "state.json")
     if about["format"] != FORMAT:
-        raise ValueError(f"{folder} has format {about['format']}, this version reads {FORMAT}")
+        raise ValueError(
+            f"{folder} has format {about['format']}, this version reads {FORMAT}; continue with the "
+            "version of Shiva that began the run, or pass --fresh to begin again"
+        )
     optional = {name: folder / f"{name}.safetensors" for name in ("tables", "adapter")}
     found = {name: read_tensors(path) if path.exists() else {} for name, path in optional.items()}
     return State(

@@ -15,7 +15,7 @@ from shiva.checkpoint import ShivaCheckpoint, to_json, write_atomically
 from shiva.core.options import unknown_key
 from shiva.session import attach
 from shiva.training.adapter import adapter_config, adapter_parameters, adapter_state, add_adapter, load_adapter_state
-from shiva.training.diagnose import NonFiniteError, diagnose
+from shiva.training.diagnose import NonFiniteError, diagnose, not_finite_of
 from shiva.training.feed import Loaded, load_ahead
 from shiva.training.interrupts import Interrupted, Interrupts
 from shiva.training.log import Log
@@ -33,7 +33,6 @@ from shiva.training.state import (
     newest_of,
     rename_into_place,
     save_state,
-    sync_folder,
 )
 from shiva.training.validate import Validator
 
@@ -301,8 +300,7 @@ class Trainer:
         clip = self.recipe.optimizer.clip or math.inf
         norm = float(self.accelerator.clip_grad_norm_(self.trained(), clip))
         if not math.isfinite(norm) and self.accelerator.scaler is None:
-            bad = [n for n, g in self.groups.items() if any(p.grad is not None and p.grad.isnan().any() for p in g)]
-            raise NonFiniteError(f"the gradient of {' and '.join(bad)} is not finite", self.step, self.newest)
+            raise NonFiniteError(f"the gradient of {not_finite_of(self.groups)} is not finite", self.step, self.newest)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
@@ -356,6 +354,5 @@ class Trainer:
             adapter_weights=None if self.adapter is None else adapter_state(self.session.transformer),
         ).save_pretrained(temporary)
         write_atomically(self.output / "metrics.json", to_json(self.log.summary(self.recipe, self.method)))
-        sync_folder(temporary)
         rename_into_place(temporary, self.final)
         self.log.say(f"done: shiva.attach(pipe, {str(self.final)!r})")

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from shiva.backbones.base import backbone_of
-from shiva.measure.compose import need
+from shiva.core.needs import need
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 from shiva.checkpoint import CONFIG_FILE, ShivaCheckpoint
 from shiva.core import options
 from shiva.core.method import MethodConfig
+from shiva.core.needs import install
 from shiva.measure.evaluation.int8 import quantized
 from shiva.modules.schedule import RatioSchedule
 from shiva.session import Session, attach
@@ -64,11 +65,9 @@ class Contender:
             raise FileNotFoundError(f"{self.checkpoint} is not here{how}") from error
 
     def folder(self) -> str:
-        """The checkpoint's folder: the named one, or the only one inside it. `models/x` is never asked of the hub."""
+        """The checkpoint's folder: the named one, or the only one inside it."""
         assert self.checkpoint is not None
         root = Path(self.checkpoint)
-        if not root.is_dir() and Path(root.parts[0]).is_dir():
-            raise FileNotFoundError(self.checkpoint)
         if not root.is_dir() or (root / CONFIG_FILE).is_file():
             return self.checkpoint
         inside = sorted(path.parent for path in root.glob(f"*/{CONFIG_FILE}"))
@@ -199,7 +198,7 @@ def _read_file(path: Path) -> Lineup:
     try:
         import yaml
     except ImportError as error:
-        raise ImportError(f"{path} needs pyyaml to be read: pip install 'shiva-dit[metrics]'") from error
+        raise ImportError(f"{path} needs pyyaml to be read: {install('metrics')}") from error
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not here; pass --methods a YAML file of contenders, or methods' names")
     content = yaml.safe_load(path.read_text())

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from shiva.core.options import REFUSALS
 from shiva.measure.evaluation import comparisons, paper, tables
 from shiva.measure.evaluation.evaluation import Cast, Evaluation
 from shiva.measure.evaluation.lineup import DENSE, Contender
 from shiva.measure.evaluation.match import matched
-from shiva.measure.evaluation.run import SKIPPABLE, Run
+from shiva.measure.evaluation.run import Run
 from shiva.measure.sheet import Sheet
 
 FIVE = (0, 1, 2, 3, 4)
@@ -165,7 +166,7 @@ def search(
         asis, stays = run.contenders[name], name == aim and evaluation.target is None
         try:
             found = asis if stays else matched(evaluation.prices(run, 1), name, target)
-        except SKIPPABLE as error:
+        except REFUSALS as error:
             refused[name] = str(error)
             continue
         brought[name] = (name if found == asis else f"{name} at {target:.1%}"), found

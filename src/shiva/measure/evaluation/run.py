@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,16 +18,14 @@ from typing import Any
 
 import torch
 
-from shiva.checkpoint import write_atomically
+from shiva.checkpoint import write_atomically, write_image
+from shiva.core.options import REFUSALS
 from shiva.measure.environment import environment
 from shiva.measure.evaluation.lineup import Contender, slug
 from shiva.measure.evaluation.workers import Workers
 from shiva.measure.prompts import PromptSet
 from shiva.measure.quality import Pictures
 from shiva.measure.quality.base import decode
-
-SKIPPABLE = (ValueError, TypeError, ImportError, FileNotFoundError)
-"""What a contender may raise that cannot run here; the others go on."""
 
 
 class OtherImages(ValueError):
@@ -145,7 +142,7 @@ class Run:
             try:
                 self.config(name)
                 able.append(name)
-            except SKIPPABLE as error:
+            except REFUSALS as error:
                 self.skipped[name] = str(error)
         known = self.manifest
         if known:
@@ -243,7 +240,7 @@ class Run:
                         self._make(chunk)
                         done += len(chunk.indices)
                         progress(name, done, total)
-            except SKIPPABLE as error:
+            except REFUSALS as error:
                 self.skipped[name] = str(error)
         workers.wait()
         whole = [name for name in able if not any(self.missing(name, seed) for seed in seeds)]
@@ -258,9 +255,7 @@ class Run:
         for index, image in zip(chunk.indices, self.draw(self.pipe(), chunk.seed, chunk.indices), strict=True):
             path = self.path(chunk.name, chunk.seed, index)
             if not path.is_file():
-                buffer = io.BytesIO()
-                image.save(buffer, "PNG")
-                write_atomically(path, buffer.getvalue())
+                write_image(path, image)
 
 
 def lasting(where: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from shiva.core.needs import install
+
 T = TypeVar("T")
 
 
@@ -20,7 +22,7 @@ class Workers:
             try:
                 from accelerate import PartialState
             except ImportError as error:
-                raise ImportError("several processes need accelerate: pip install 'shiva-dit[metrics]'") from error
+                raise ImportError(f"several processes need accelerate: {install('metrics')}") from error
             # one process may have hours of images more than another
             self.state = PartialState(cpu=device == "cpu", timeout=timedelta(days=7))
             self.device = str(self.state.device)

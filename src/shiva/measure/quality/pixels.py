@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shiva.core.needs import install
 from shiva.measure.quality.base import MissingWeights, Pictures, Subject, Tools, metric
 
 IDENTICAL = 100.0
@@ -34,7 +35,7 @@ def ssim(images: Tensor, others: Tensor) -> Tensor:
     try:
         from torchmetrics.functional.image import structural_similarity_index_measure
     except ImportError as error:
-        raise MissingWeights("SSIM needs torchmetrics: pip install 'shiva-dit[metrics]'") from error
+        raise MissingWeights(f"SSIM needs torchmetrics: {install('metrics')}") from error
     value = structural_similarity_index_measure(images, others, reduction="none", data_range=1.0)
     assert isinstance(value, Tensor)
     return value.reshape(-1)
