@@ -9,7 +9,12 @@ import accelerate
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from diffusers import FlowMatchHeunDiscreteScheduler, PyramidAttentionBroadcastConfig
+from diffusers import (
+    FirstBlockCacheConfig,
+    FlowMatchHeunDiscreteScheduler,
+    MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
+)
 from torch import nn
 
 import shiva
@@ -92,6 +97,42 @@ def test_a_hook_put_over_the_session_outlives_it() -> None:
         accelerate.hooks.remove_hook_from_module(model)
         assert torch.equal(model(**call)[0], dense)
         assert counting.calls == 2
+
+
+CACHES = {
+    "FirstBlockCache": FirstBlockCacheConfig(threshold=10.0),
+    "MagCache": MagCacheConfig(
+        threshold=10.0, max_skip_steps=9, retention_ratio=0.0, num_inference_steps=3, mag_ratios=[1.0] * 3
+    ),
+}
+
+
+@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
+def test_a_cache_enabled_over_the_session_outlives_it(cache: Any) -> None:
+    model: Any = make_flux()
+    ran, last = [], model.single_transformer_blocks[-1].attn
+
+    def three_steps() -> tuple[int, list[torch.Tensor]]:
+        ran.clear()
+        model._reset_stateful_cache()
+        with torch.no_grad(), model.cache_context("cond"):
+            images = [model(**call_flux(1, 6, 6, timestep=timestep))[0] for timestep in (900.0, 600.0, 300.0)]
+        return len(ran), images
+
+    last.register_forward_hook(lambda *_: ran.append(True))
+    _, dense = three_steps()
+    model.enable_cache(cache)
+    calls, alone = three_steps()
+    assert calls < 3
+    model.disable_cache()
+    with shiva.attach(model, shiva.Shiva(budget=0.5)):
+        model.enable_cache(cache)
+        assert three_steps()[0] == calls
+    after, images = three_steps()
+    assert after == calls
+    assert all(map(torch.equal, images, alone))
+    model.disable_cache()
+    assert all(map(torch.equal, three_steps()[1], dense))
 
 
 def test_a_forward_from_before_the_session_is_there_after_it() -> None:

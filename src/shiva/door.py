@@ -58,7 +58,12 @@ class Hooked:
         """Take the hook off; whatever came before it or was put over it since stays."""
         registry, over = HookRegistry.check_if_exists_or_initialize(self.module), self.module.forward
         under = registry.get_hook(HOOK).fn_ref.original_forward
+        above = registry._fn_refs[registry._hook_order.index(HOOK) + 1 :][:1]
+        kept = [(ref, ref.forward, ref.original_forward) for ref in above]
         registry.remove_hook(HOOK, recurse=False)
+        for ref, forward, original in kept:  # remove_hook takes a hook above with a forward of its own out of the way
+            ref.forward = under if forward is self.given else forward
+            ref.original_forward = under if original is self.given else original
         if getattr(self.module, ACCELERATE, None) is self.given:
             setattr(self.module, ACCELERATE, under)
             self.module.forward = over
