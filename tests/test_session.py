@@ -243,7 +243,8 @@ BAD_OPTIONS = [
     ({"dense": (0, 7)}, "names layer 7, but SD3Transformer2DModel has 4"),
     ({"dense": (0, 1, 2, 3)}, "all 4 layers are dense"),
     ({"bucket": 0}, "bucket=0 must be at least 1"),
-    ({"guidance": "both"}, "guidance='both' is unknown"),
+    ({"guidance": "both"}, "guidance='both' is unknown; pass one of 'shared', 'per-sample', 'max'"),
+    ({"cfg": "both"}, "cfg='both' is unknown; pass one of 'auto', 'batched', 'sequential', 'none'"),
 ]
 
 
@@ -258,6 +259,12 @@ def test_a_bad_option_names_the_value_and_the_fix_and_leaves_the_model_alone(
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_how_the_halves_agree_is_an_option_of_the_method() -> None:
+    with shiva.attach(make_sd3(), shiva.Shiva(), guidance="per-sample", cfg="batched") as session:
+        assert session.method.config.guidance == session.method.guidance == "per-sample"
+        assert session._tracker.cfg == "batched"
 
 
 def test_nan_scores_are_refused() -> None:

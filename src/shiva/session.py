@@ -34,10 +34,9 @@ from shiva.door import (
     under_cache_dit,
 )
 from shiva.pricing import meta_call, site_costs, tensor_bytes, to_meta
-from shiva.runs import RunTracker, read_timestep
+from shiva.runs import CFG, RunTracker, read_timestep
 from shiva.summary import StepRecord, Summary
 
-GUIDANCE = ("auto", "batched", "sequential", "none")
 BETWEEN_BLOCKS = ("block_controlnet_hidden_states", "controlnet_block_samples", "controlnet_single_block_samples")
 """Arguments that a transformer adds to its tokens between blocks."""
 
@@ -105,12 +104,12 @@ class Session:
         backbone: Backbone,
         method: Method,
         pipeline: Any = None,
-        guidance: str = "auto",
+        cfg: str = "auto",
         adapter: AttachedAdapter | None = None,
     ):
-        if guidance == "none" and method.needs_guidance:
+        if cfg == "none" and method.needs_guidance:
             raise ValueError(
-                f"{method} compares the two predictions of guidance, and guidance='none' says there is one; "
+                f"{method} compares the two predictions of guidance, and cfg='none' says there is one; "
                 "pass 'auto', 'batched' or 'sequential'"
             )
         self.transformer = transformer
@@ -128,7 +127,7 @@ class Session:
         self._clock = Clock()
         self._tape: Tape | None = None
         self._trace: Trace | None = None
-        self._tracker = RunTracker(options.choice("guidance", guidance, GUIDANCE))
+        self._tracker = RunTracker(options.choice("cfg", cfg, CFG))
         self._names = parameter_names(transformer)
         self._example: Call | None = None
         self._shapes: list[Any] = []
@@ -263,9 +262,10 @@ class Session:
         around = self.backbone.surroundings(self.transformer, call)
         latents = call[self.backbone.latents]
         timestep = read_timestep(around.timestep)
-        scheduler = getattr(self.pipeline, "scheduler", None)
+        schedule = getattr(getattr(self.pipeline, "scheduler", None), "timesteps", None)
+        guided = getattr(self.pipeline, "do_classifier_free_guidance", None)
         previous = self._tracker.run
-        run, timesteps = self._tracker.follow(timestep, latents, getattr(scheduler, "timesteps", None))
+        run, timesteps = self._tracker.follow(timestep, latents, schedule, guided)
         if run is not previous:
             refuse_attention_caches(self.transformer)
             self.stats = []
@@ -433,14 +433,14 @@ def attach(
     target: Any,
     method: str | Path | ShivaCheckpoint | MethodConfig | Method,
     *,
-    guidance: str = "auto",
+    cfg: str = "auto",
     **overrides: Any,
 ) -> Session:
     """Make a pipeline (or bare transformer) run its blocks on fewer image tokens.
 
     `method` is a trained checkpoint (path or hub id) or the config of any method; `overrides` change its
-    fields (`budget=0.6`, `keep=0.8`, ...). `guidance` says how classifier-free guidance is run: "batched"
-    halves, "sequential" calls, "none", or "auto", which looks. Returns the `Session`.
+    fields (`budget=0.6`, `keep=0.8`, ...). `cfg` says how classifier-free guidance is run: "batched" halves,
+    "sequential" calls, "none", or "auto", which asks the pipeline and looks. Returns the `Session`.
     """
     transformer = transformer_of(target)
     backbone = backbone_of(transformer)
@@ -465,7 +465,7 @@ def attach(
         raise TypeError(f"cannot attach a {type(method).__name__}; pass a checkpoint path or a method config")
     pipeline = None if isinstance(target, nn.Module) else target
     try:
-        return Session(transformer, backbone, built, pipeline, guidance, adapter)
+        return Session(transformer, backbone, built, pipeline, cfg, adapter)
     except BaseException:
         if adapter is not None:
             adapter.remove()

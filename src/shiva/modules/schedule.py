@@ -29,7 +29,7 @@ class RatioSchedule:
     """
 
     timesteps: tuple[float, ...]
-    """Descending, in the scheduler's units (1000 is noise)."""
+    """In the scheduler's units (1000 is noise) and its order."""
     logits: Tensor
     """(steps, layers), float64."""
     bias: float = 0.0
@@ -41,8 +41,6 @@ class RatioSchedule:
             raise ValueError(
                 f"the table has {self.logits.shape[0]} rows for {len(self.timesteps)} timesteps; they must agree"
             )
-        if list(self.timesteps) != sorted(self.timesteps, reverse=True):
-            raise ValueError("timesteps must descend from noise to image")
         if not self.reduced:
             raise ValueError(f"all {self.layers} layers are dense; leave at least one to be reduced")
 
@@ -85,7 +83,8 @@ class RatioSchedule:
 
     def resample(self, timesteps: Sequence[float]) -> RatioSchedule:
         """The same schedule at other timesteps, logits interpolated linearly in time."""
-        known, order = self.timesteps[::-1], torch.arange(len(self.timesteps)).flip(0)
+        order = sorted(range(len(self.timesteps)), key=self.timesteps.__getitem__)
+        known = [self.timesteps[i] for i in order]
         rows = []
         for t in timesteps:
             right = min(max(bisect_left(known, t), 1), len(known) - 1) if len(known) > 1 else 0
