@@ -275,6 +275,7 @@ class Session:
             grid=around.grid,
             timestep=timestep,
             step=run.step,
+            first=run.first,
             steps=None if timesteps is None else len(timesteps),
             channels=latents.shape[1 if latents.ndim == 4 else -1],
             text_tokens=around.text_tokens,

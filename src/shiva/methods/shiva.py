@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -98,7 +98,7 @@ class ShivaMethod(SelectMethod):
         self.schedule = RatioSchedule.flat(target, spec.layers, config.dense)
         self.controller = BudgetController(target, config.beta, config.dual)
         self.needs_updates |= config.estimator == "output" and config.guess == "teacher"
-        self._tables: dict[tuple[int, tuple[float, ...] | None], list[list[int]]] = {}
+        self._tables: dict[Hashable, list[list[int]]] = {}
         self._logit_noise: Tensor | None = None
         self.eval()
 
@@ -129,7 +129,7 @@ class ShivaMethod(SelectMethod):
                 ratios = self.training_ratios(ctx)
             ctx.memory["ratios"] = ratios
             return tuple(token_count(r, ctx.tokens) for r in ratios.tolist())
-        key = (ctx.tokens, None if timesteps is None else tuple(timesteps))
+        key = (ctx.tokens, ctx.text_tokens, ctx.first, None if timesteps is None else tuple(timesteps))
         if key not in self._tables:
             self._tables[key] = self._table(ctx, timesteps)
         table = self._tables[key]
@@ -139,18 +139,20 @@ class ShivaMethod(SelectMethod):
 
     def _table(self, ctx: StepContext, timesteps: Sequence[float] | None) -> list[list[int]]:
         """Counts for a run: the schedule at the run's own timesteps, brought to the budget there."""
-        config, schedule = self.config, self.schedule
+        config, schedule, steps = self.config, self.schedule, range(0)
         if timesteps is not None:
-            schedule = schedule.resample(timesteps)
-        steps = 0 if timesteps is None else len(timesteps)
-        dense = [step for step in range(steps) if self.dense_step(step, ctx)]
+            steps = range(ctx.first, len(timesteps))
+            schedule = schedule.resample(timesteps[ctx.first :])
+        dense = [step - ctx.first for step in steps if self.dense_step(step, ctx)]
         if config.budget is not None:
-            schedule = schedule.shift(self._left(config.budget, steps, len(dense)))
+            schedule = schedule.shift(self._left(config.budget, len(steps), len(dense)))
         elif config.flops is not None:
-            schedule = schedule.shift(flops=self._left(config.flops, steps, len(dense)), cost=ctx.cost())
+            schedule = schedule.shift(flops=self._left(config.flops, len(steps), len(dense)), cost=ctx.cost())
         counts = schedule.bucket(config.bucket, ctx.tokens) if config.bucket else schedule.counts(ctx.tokens)
-        for step in dense:
-            counts[step] = [ctx.tokens] * self.spec.layers
+        whole = [ctx.tokens] * self.spec.layers
+        for place in dense:
+            counts[place] = whole
+        counts = [whole] * ctx.first + counts
         return [self._pair_counts(row) for row in counts] if config.share_pairs else counts
 
     @staticmethod
