@@ -45,6 +45,12 @@ def test_buckets_are_multiples_and_hold_the_mean(multiple: int, budget: float, s
     assert counts.mean() / tokens == pytest.approx(budget, abs=0.005 * budget + multiple / tokens / 20)
 
 
+def test_a_bucket_at_the_top_holds_all_tokens() -> None:
+    assert RatioSchedule.flat(1.0, 3).bucket(64, 100) == [[100] * 3]
+    logits = torch.tensor([[0.0, torch.inf, 0.0, 0.0]], dtype=torch.float64)
+    assert RatioSchedule((500.0,), logits).bucket(20, 90) == [[90, 90, 40, 40]]
+
+
 def test_flops_shift_prices_the_table_and_says_what_is_out_of_reach() -> None:
     site = SiteCost(Flops(5, 0), Flops(3, 0), Flops(0, 0.01))
     cost = CostModel(outside=Flops(100, 0), layers=(site,) * 6, tokens=256)

@@ -138,22 +138,23 @@ class RatioSchedule:
         return replace(self, bias=(low + high) / 2)
 
     def bucket(self, multiple: int, tokens: int) -> list[list[int]]:
-        """Counts rounded to a multiple, such that the total stays that of the exact ratios.
+        """Counts rounded to a multiple, such that the total stays that of the exact ratios; a ratio of 1 keeps all.
 
         Each count takes the multiple below; the largest remainders are then rounded up until the sum is met.
         """
         if multiple < 1 or multiple > tokens:
             raise ValueError(f"multiple={multiple} must be between 1 and the {tokens} image tokens")
-        exact = self.ratios()[:, self.reduced] * tokens / multiple
+        ratios = self.ratios()[:, self.reduced]
+        exact, whole = ratios * tokens / multiple, ratios >= 1
         ceiling = tokens // multiple
-        below = exact.floor().clamp(1, ceiling)
+        below = torch.where(whole, exact, exact.floor().clamp(1, ceiling))
         missing = round(float(exact.sum() - below.sum()))
-        remainders = (exact - below).masked_fill(below >= ceiling, -1.0).flatten()
+        remainders = (exact - below).masked_fill(whole | (below >= ceiling), -1.0).flatten()
         raise_at = remainders.argsort(descending=True, stable=True)[: max(missing, 0)]
         raised = below.flatten()
         raised[raise_at[remainders[raise_at] > 0]] += 1
         counts = torch.full(self.logits.shape, tokens, dtype=torch.long)
-        counts[:, self.reduced] = (raised.view_as(below) * multiple).long()
+        counts[:, self.reduced] = (raised.view_as(below) * multiple).round().long()
         return counts.tolist()
 
     def row(self, timestep: float) -> int:
