@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -109,13 +109,14 @@ class ShivaMethod(SelectMethod):
         return self.schedule.state()
 
     def load_tables(self, tables: dict[str, Tensor]) -> None:
-        self.set_schedule(RatioSchedule.from_state(tables))
+        self.set_schedule(replace(RatioSchedule.from_state(tables), dense=frozenset(self.config.dense)))
 
     def set_schedule(self, schedule: RatioSchedule) -> None:
         """Use another table, as a policy compiles to one."""
         if schedule.layers != self.spec.layers:
             raise ValueError(f"the schedule is for {schedule.layers} layers; {self.spec.name} has {self.spec.layers}")
         self.schedule = schedule
+        self.config = options.replace(self.config, {"dense": sorted(schedule.dense)})
         self._tables.clear()
 
     def dense_layers(self) -> Collection[int]:
