@@ -149,7 +149,7 @@ class RejectedMethod(Method):
     def refresh(self, out: Tensor, base: Tensor, layer: int, ctx: StepContext) -> None:
         """After a dense pass every token's update out - base (B, N, D) is new."""
         if self.caches(layer, ctx):
-            ctx.run[self.key("update", layer, ctx)] = (out - base).to(self.cache_dtype(out))
+            ctx.run[self.key("update", layer, ctx)] = (out - base).detach().to(self.cache_dtype(out))
         if self.tracks_age:
             ctx.run[self.key("age", layer, ctx)] = out.new_zeros(out.shape[:2], dtype=torch.float32)
 
