@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,16 @@ def refuse_attention_caches(transformer: nn.Module) -> None:
             raise RuntimeError(
                 f"{REFUSED_HOOKS[hook]} caches attention outputs at {name}, which go wrong when the kept tokens "
                 "change; call transformer.disable_cache() first"
+            )
+
+
+def refuse_replaced(transformer: nn.Module, projections: Mapping[str, nn.Module]) -> None:
+    """Refuse a projection, known by its path, that another module has taken the place of since attach."""
+    for name, module in projections.items():
+        if transformer.get_submodule(name) is not module:
+            raise RuntimeError(
+                f"{name} was replaced after attach, as a LoRA does, which comes before the session: "
+                "detach(), load or unload it, then attach again"
             )
 
 

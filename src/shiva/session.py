@@ -30,6 +30,7 @@ from shiva.door import (
     offloading_off,
     refuse_attention_caches,
     refuse_conflicts,
+    refuse_replaced,
     transformer_of,
     under_cache_dit,
 )
@@ -138,6 +139,7 @@ class Session:
         self._hooked: list[Hooked] = []
         self._prepared = contextlib.ExitStack()
         self._over_cache_dit = under_cache_dit(transformer)
+        self._keys: list[Site] = []
         self._blocks = [site.name for site in backbone.sites(transformer) if site.kind == "block"]
         method.to(next(transformer.parameters()).device)
         self._attach()
@@ -153,7 +155,8 @@ class Session:
                 f"{self.spec.name} ({self.spec.layers} layers); widen its layers or sites"
             )
         self.method.check_sites(acting)
-        whole = {site.layer for site in acting if site.kind == "keys" and self.method.whole_keys(site.layer)}
+        self._keys = [site for site in acting if site.kind == "keys"]
+        whole = {site.layer for site in self._keys if self.method.whole_keys(site.layer)}
         try:
             self._prepared.enter_context(self.backbone.whole_keys(self.transformer, whole))
             for site in sites:
@@ -268,6 +271,7 @@ class Session:
         run, timesteps = self._tracker.follow(timestep, latents, schedule, guided)
         if run is not previous:
             refuse_attention_caches(self.transformer)
+            refuse_replaced(self.transformer, {site.name: site.module for site in self._keys})
             self.stats = []
         if self._trace is not None:
             self._trace.begin(run.step, timestep, around.grid, self.spec.layers, fresh=run is not previous)
