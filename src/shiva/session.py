@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -107,6 +108,7 @@ class Session:
         pipeline: Any = None,
         cfg: str = "auto",
         adapter: AttachedAdapter | None = None,
+        fresh: bool = False,
     ):
         if cfg == "none" and method.needs_guidance:
             raise ValueError(
@@ -125,6 +127,7 @@ class Session:
         self.teacher: Tape | None = None
         """A dense pass of the coming batch, which training sets; methods find it in their context."""
         self._adapter = adapter
+        self._fresh = fresh
         self._clock = Clock()
         self._tape: Tape | None = None
         self._trace: Trace | None = None
@@ -298,7 +301,19 @@ class Session:
         self._move_method(latents.device)
         with ctx.phase("lookup"):
             ctx.counts = self.method.plan(ctx, timesteps)
+        if self._fresh and not latents.is_meta and min(ctx.counts, default=0) < ctx.tokens:
+            self._warn_untrained()
         return ctx
+
+    def _warn_untrained(self) -> None:
+        """Say once that a method which `attach` built chooses tokens by weights that it was never given."""
+        self._fresh = False
+        if self.method.needs_training and not self.method.trained:
+            warnings.warn(
+                f"{self.method} chooses tokens by untrained weights; attach a trained checkpoint, or "
+                "shiva.Shiva.preset('sweep'), which needs no training",
+                stacklevel=2,
+            )
 
     def _move_method(self, device: torch.device) -> None:
         """Follow a transformer that offloading has moved; weights on the meta device would be lost."""
@@ -456,10 +471,12 @@ def attach(
     adapter = None
     if isinstance(method, ShivaCheckpoint):
         method.check(spec)
-        built = method.method(**overrides)
+        with torch.random.fork_rng(devices=[]):
+            built = method.method(**overrides)
         adapter = method.add_adapter(transformer)
     elif isinstance(method, MethodConfig):
-        built = method.changed(overrides).build(spec)
+        with torch.random.fork_rng(devices=[]):
+            built = method.changed(overrides).build(spec)
     elif isinstance(method, Method):
         if overrides:
             raise ValueError(
@@ -470,7 +487,7 @@ def attach(
         raise TypeError(f"cannot attach a {type(method).__name__}; pass a checkpoint path or a method config")
     pipeline = None if isinstance(target, nn.Module) else target
     try:
-        return Session(transformer, backbone, built, pipeline, cfg, adapter)
+        return Session(transformer, backbone, built, pipeline, cfg, adapter, fresh=isinstance(method, MethodConfig))
     except BaseException:
         if adapter is not None:
             adapter.remove()

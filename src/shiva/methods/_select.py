@@ -111,6 +111,10 @@ class SelectMethod(RejectedMethod):
     def groups(self) -> dict[str, list[nn.Parameter]]:
         return {"router": list(self.routers.parameters())}
 
+    @property
+    def needs_training(self) -> bool:
+        return self.config.score == "router"
+
     def dense_layers(self) -> Collection[int]:
         """Layers that always see all tokens."""
         return self.config.dense
