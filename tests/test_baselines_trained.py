@@ -104,7 +104,7 @@ def test_gradient_of_soft_topk_by_implicit_differentiation(solver: Any) -> None:
 @pytest.mark.parametrize("name", ["diffcr", "lapsum", "neuralsort", "shiva", "soft-topk"])
 def test_all_methods_choose_the_same_tokens_for_the_same_scores(name: str, training: bool) -> None:
     model, call, s = make_sd3(), BACKBONES["sd3"].call(2, 8, 8), noise(2, 64, seed=3)
-    with shiva.attach(model, METHODS[name].on, guidance="none") as session, session.trace() as trace:
+    with shiva.attach(model, METHODS[name].on, cfg="none") as session, session.trace() as trace:
         session.method.train(training).scores = lambda x, layer, ctx: s
         session.method.exploration = Exploration(ratio=0.5)
         forward(model, call)
@@ -275,7 +275,7 @@ def test_lapsum_blocks_hand_their_gradient_to_the_ratio() -> None:
 def test_dydit_gather_path_equals_its_mask_path(backbone: str) -> None:
     tiny = BACKBONES[backbone]
     model, call = tiny.make(), tiny.call(2, 6, 6)
-    with shiva.attach(model, shiva.DyDiT(bias=0.0), guidance="none") as session:
+    with shiva.attach(model, shiva.DyDiT(bias=0.0), cfg="none") as session:
         gathered = forward(model, call)
         method = session.method
 
@@ -309,7 +309,7 @@ def test_dydit_union_computes_a_token_for_all_if_any_sample_wants_it() -> None:
     kept = {}
     for union in (False, True):
         torch.manual_seed(0)
-        with shiva.attach(model, shiva.DyDiT(bias=0.0, union=union), guidance="none") as session:
+        with shiva.attach(model, shiva.DyDiT(bias=0.0, union=union), cfg="none") as session:
             forward(model, call)
             kept[union] = session.stats[-1].kept["transformer_blocks.0.ff"]
     assert kept[False] < kept[True] <= 2 * kept[False] + 1
@@ -624,7 +624,7 @@ def test_every_group_and_loss_reaches_its_parameters_also_through_gradient_check
         if checkpointing:
             model.enable_gradient_checkpointing()
         torch.manual_seed(0)
-        with shiva.attach(model, METHODS[name].on, guidance="none") as session:
+        with shiva.attach(model, METHODS[name].on, cfg="none") as session:
             method = session.method.train()
             method.exploration.step = 10_000
             call["hidden_states"].requires_grad_(True)

@@ -173,7 +173,7 @@ def test_random_destinations_follow_seed_step_and_layer_alone() -> None:
 def test_shared_guidance_merges_the_same_tokens_in_both_halves(config: type[shiva.ToMeSD]) -> None:
     model, call = make_sd3(), call_sd3(2, 8, 8)
     for policy, same in (("shared", True), ("per-sample", False)):
-        with shiva.attach(model, config(guidance=policy), guidance="batched") as session:
+        with shiva.attach(model, config(guidance=policy), cfg="batched") as session:
             output(model, call)
             first, second = positions_of(session, 3)
             assert torch.equal(first, second) == same
@@ -446,7 +446,7 @@ def test_toma_shares_destinations_over_the_batch_and_leaves_weights_to_each_samp
     model, call = make_sd3(), call_sd3(2, 8, 8)
     chosen = {}
     for source in ("first", "cond", "mean"):
-        with shiva.attach(model, shiva.ToMA(skip=1, select_from=source), guidance="batched") as session:
+        with shiva.attach(model, shiva.ToMA(skip=1, select_from=source), cfg="batched") as session:
             output(model, call)
             assert session.ctx is not None
             key = "transformer_blocks"
@@ -479,7 +479,7 @@ def test_toma_takes_the_conditional_half_where_the_pipeline_puts_it() -> None:
         tiny = BACKBONES[backbone]
         model, call, chosen = tiny.make(), tiny.call(2, 8, 8), {}
         for source, batch in {"cond": call, "first": flipped(call, half)}.items():
-            with shiva.attach(model, shiva.ToMA(skip=1, select_from=source), guidance="batched") as session:
+            with shiva.attach(model, shiva.ToMA(skip=1, select_from=source), cfg="batched") as session:
                 output(model, batch)
                 assert session.ctx is not None
                 chosen[source] = session.ctx.run["destinations", "transformer_blocks", 0]
@@ -672,7 +672,7 @@ def test_ibtm_drops_for_a_fifth_of_a_run_of_any_length(steps: int, dropping: int
         (lambda: shiva.IBTM(layers=(5, 2)), "pass \\(first, last\\)"),
         (lambda: shiva.IBTM(pool=0.0), "pool=0.0 must be above 0"),
         (lambda: shiva.attach(make_sd3(), shiva.IBTM()), "layers=\\(7, 20\\) ends behind the last of the 4 layers"),
-        (lambda: shiva.attach(make_sd3(), ibtm(), guidance="none"), "compares the two predictions of guidance"),
+        (lambda: shiva.attach(make_sd3(), ibtm(), cfg="none"), "compares the two predictions of guidance"),
         (lambda: shiva.attach(make_sd3(), shiva.ToMeSD(sites="cross_attention")), "widen its layers or sites"),
     ],
 )
@@ -812,7 +812,7 @@ class Medium:
         self, config: MethodConfig, steps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
     ) -> tuple[Summary, list[Flops]]:
         """Run some steps of a 50-step run; also their FLOPs with all the method's own matrix products."""
-        session, timesteps = sampled(self.model, config, 50, guidance="batched")
+        session, timesteps = sampled(self.model, config, 50, cfg="batched")
         counted = []
         with session:
             for step in steps:

@@ -399,3 +399,21 @@ def test_atomic_writes_leave_the_old_file_when_they_fail(tmp_path: Path, monkeyp
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_dense_layers_of_a_trained_table_can_be_changed() -> None:
+    model, call = make_sd3(), BACKBONES["sd3"].call(1, 6, 6)
+    checkpoint = shiva.ShivaCheckpoint.of(varied_method(model, budget=0.5))
+    for options, dense in (({}, {0}), ({"dense": (1, 2)}, {1, 2})):
+        with shiva.attach(model, checkpoint, **options) as session, torch.no_grad():
+            model(**call)
+            kept = list(session.stats[-1].kept.values())
+            assert {layer for layer in range(4) if kept[layer] == 36} == dense
+            assert session.summary().keep == pytest.approx(0.5, abs=0.03)
+
+
+def test_a_table_with_dense_layers_of_its_own_keeps_them() -> None:
+    model = make_sd3()
+    method = varied_method(model)
+    method.set_schedule(shiva.RatioSchedule.flat(0.5, 4, dense=(3,)))
+    assert shiva.ShivaCheckpoint.of(method).method().dense_layers() == {3}

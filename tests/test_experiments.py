@@ -195,7 +195,7 @@ def test_radial_updates_turn_the_papers_estimator_around() -> None:
 def test_trained_block_protocol_on_a_tiny_transformer() -> None:
     transformer = make_sd3().requires_grad_(False)
     method = trained_block.OneLayer(backbone_of(transformer).spec(transformer), layer=1)
-    with shiva.attach(transformer, method, guidance="none") as session:
+    with shiva.attach(transformer, method, cfg="none") as session:
         task = trained_block.TrainedBlock(session, call_sd3(1, 4, 4), layer=1)
         assert float(losses(task, torch.arange(16)[None])) < 1e-10
         rows = trained_block.one_draw(task, seed=0)

@@ -176,7 +176,7 @@ def training_gradients(tiny: Tiny, row: Row, checkpointing: bool) -> dict[str, T
     if checkpointing:
         model.enable_gradient_checkpointing()
     torch.manual_seed(0)
-    with shiva.attach(model, row.on, guidance="none") as session:
+    with shiva.attach(model, row.on, cfg="none") as session:
         session.method.train()
         call = tiny.call(2, 8, 8)
         call["hidden_states"].requires_grad_(True)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from diffusers import FlowMatchHeunDiscreteScheduler, PyramidAttentionBroadcastConfig
+from diffusers import (
+    FirstBlockCacheConfig,
+    FlowMatchHeunDiscreteScheduler,
+    MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
+)
 from torch import nn
 
 import shiva
@@ -69,6 +75,53 @@ def test_a_pipeline_that_leaves_calls_out_is_followed() -> None:
     assert steps == [0, 1, 5, 6]
 
 
+def test_told_that_guidance_is_sequential_the_second_call_at_a_timestep_is_its_other_branch() -> None:
+    """Also with a copy of the latents for each branch, and where a sampler calls a timestep twice."""
+    model, schedule = make_sd3(), torch.tensor([900.0, 600.0, 600.0, 300.0])
+    pipe = SimpleNamespace(transformer=model, scheduler=SimpleNamespace(timesteps=schedule))
+    config = shiva.Shiva.preset("sweep", budget=0.5)
+    with torch.no_grad(), shiva.attach(pipe, config, cfg="sequential") as session:
+        branches = []
+        for timestep in schedule.repeat_interleave(2).tolist():
+            model(**call_sd3(1, 6, 6, timestep=timestep))
+            branches.append((session.ctx.step, session.ctx.branch))
+        assert branches == [(step, branch) for step in range(4) for branch in range(2)]
+        kept = [record.kept["transformer_blocks.2"] for record in session.stats]
+        assert kept[:2] == [36, 36]
+        assert max(kept[2:]) < 36, "each branch finds its own cache"
+
+
+def test_repeated_calls_open_one_branch_and_then_a_new_run() -> None:
+    tracker, latents = RunTracker("auto"), noise(1, 4)
+    seen = [tracker.follow(500.0, latents, None)[0] for _ in range(5)]
+    assert [len({id(run) for run in seen[: i + 1]}) for i in range(5)] == [1, 1, 2, 2, 3]
+    assert [run.branch for run in seen[1::2]] == [1, 1]
+    tracker = RunTracker("none")
+    assert tracker.follow(500.0, latents, None)[0] is not tracker.follow(500.0, latents, None)[0]
+
+
+def test_one_noise_for_two_prompts_is_no_guidance_pair_where_the_pipeline_has_none(tmp_path: Path) -> None:
+    tiny = PIPELINES["sd3"]
+    pipe = tiny.load(tmp_path)
+    latents = noise(1, 4, 16, 12).repeat(2, 1, 1, 1)
+    with shiva.attach(pipe, shiva.Shiva(budget=0.5)) as session:
+        for guidance, paired in ((1.0, False), (3.0, True)):
+            tiny.image(pipe, prompts=2, guidance=guidance, latents=latents)
+            assert session.ctx.guidance_pairs == paired
+
+
+@pytest.mark.parametrize("config", [shiva.Shiva.preset("sweep", budget=0.5), shiva.SDTM()], ids=["sweep", "SDTM"])
+def test_timesteps_that_rise_with_the_scheduler_make_one_run(config: Any) -> None:
+    model, schedule = make_sd3(), torch.linspace(0, 900, 6)
+    pipe = SimpleNamespace(transformer=model, scheduler=SimpleNamespace(timesteps=schedule))
+    with torch.no_grad(), shiva.attach(pipe, config) as session:
+        for _ in range(2):
+            for step, timestep in enumerate(schedule.tolist()):
+                model(**call_sd3(1, 6, 6, timestep=timestep))
+                assert session.ctx.step == step
+            assert len(session.stats) == 6, "the next inversion is a run of its own"
+
+
 # -- others' hooks ---------------------------------------------------------------------------------------
 
 
@@ -92,6 +145,42 @@ def test_a_hook_put_over_the_session_outlives_it() -> None:
         accelerate.hooks.remove_hook_from_module(model)
         assert torch.equal(model(**call)[0], dense)
         assert counting.calls == 2
+
+
+CACHES = {
+    "FirstBlockCache": FirstBlockCacheConfig(threshold=10.0),
+    "MagCache": MagCacheConfig(
+        threshold=10.0, max_skip_steps=9, retention_ratio=0.0, num_inference_steps=3, mag_ratios=[1.0] * 3
+    ),
+}
+
+
+@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
+def test_a_cache_enabled_over_the_session_outlives_it(cache: Any) -> None:
+    model: Any = make_flux()
+    ran, last = [], model.single_transformer_blocks[-1].attn
+
+    def three_steps() -> tuple[int, list[torch.Tensor]]:
+        ran.clear()
+        model._reset_stateful_cache()
+        with torch.no_grad(), model.cache_context("cond"):
+            images = [model(**call_flux(1, 6, 6, timestep=timestep))[0] for timestep in (900.0, 600.0, 300.0)]
+        return len(ran), images
+
+    last.register_forward_hook(lambda *_: ran.append(True))
+    _, dense = three_steps()
+    model.enable_cache(cache)
+    calls, alone = three_steps()
+    assert calls < 3
+    model.disable_cache()
+    with shiva.attach(model, shiva.Shiva(budget=0.5)):
+        model.enable_cache(cache)
+        assert three_steps()[0] == calls
+    after, images = three_steps()
+    assert after == calls
+    assert all(map(torch.equal, images, alone))
+    model.disable_cache()
+    assert all(map(torch.equal, three_steps()[1], dense))
 
 
 def test_a_forward_from_before_the_session_is_there_after_it() -> None:

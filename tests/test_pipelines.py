@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import StableDiffusion3Img2ImgPipeline
 from torch import Tensor
 
 import shiva
 from pipelines import PIPELINES
+from shiva.methods._rejected import CACHED_FROM
 from shiva.modules.schedule import RatioSchedule
+
+from tiny import call_sd3 as transformer_call
+from tiny import make_sd3, noise
 
 
 def selections(session: shiva.Session) -> dict[Any, Tensor]:
@@ -197,6 +202,33 @@ def test_tokens_can_be_ranked_without_a_router_and_by_age(score: str, tmp_path: 
         assert age.max() >= 1
         if score == "age":
             assert age.max() <= 3, "no token waits longer than it takes to serve the others"
+
+
+@pytest.mark.parametrize(("steps", "strength", "left"), [(25, 0.2, 5), (10, 0.3, 3)])
+def test_a_run_from_an_image_meets_its_budget_in_the_steps_it_takes(
+    steps: int, strength: float, left: int, tmp_path: Path
+) -> None:
+    tiny = PIPELINES["sd3"]
+    pipe = StableDiffusion3Img2ImgPipeline(**tiny.load(tmp_path).components)
+    pipe.set_progress_bar_config(disable=True)
+    start = {"image": torch.rand(1, 3, 64, 64), "strength": strength, "height": 64, "width": 64}
+    with shiva.attach(pipe, shiva.Shiva.preset("sweep", budget=0.5, rejected="auto")) as session:
+        tiny.image(pipe, steps=steps, **start)
+        summary = session.summary()
+        assert len(summary.steps) == left
+        assert session.method.rejected(session.ctx) == ("cached" if left >= CACHED_FROM else "near")
+        assert summary.keep == pytest.approx(0.5, abs=0.01)
+        kept = [step.kept["transformer_blocks.2"] for step in summary.steps]
+        assert (kept[0] == summary.steps[0].tokens) == (left >= CACHED_FROM)
+        assert len(set(kept[1:])) == 1
+
+
+def test_a_flops_budget_is_met_at_each_length_of_the_text() -> None:
+    model = make_sd3()
+    with shiva.attach(model, shiva.Shiva(flops=0.7)) as session, torch.no_grad():
+        for text in (4, 100):
+            model(**{**transformer_call(2, 8, 8), "encoder_hidden_states": noise(2, text, 24)})
+            assert session.summary().flops_share == pytest.approx(0.7, abs=0.01)
 
 
 def test_a_budget_below_its_dense_steps_is_refused(tmp_path: Path) -> None:

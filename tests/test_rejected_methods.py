@@ -138,6 +138,30 @@ def test_a_step_with_a_cache_has_no_open_shape(config: shiva.Shiva) -> None:
     assert all(isinstance(size, int) for tensor in tensors for size in tensor.shape)
 
 
+CARRYING = {
+    "cached updates": shiva.Shiva(budget=0.5, rejected="cached", age=0.5),
+    "sweep": shiva.Shiva.preset("sweep", budget=0.5),
+    "SDTM": shiva.SDTM(protect_every=2),
+    "DyDiT": shiva.DyDiT(rejected="cached", bias=0.0),
+    "DiffCR": shiva.DiffCR(rejected="cached", initial=0.5),
+}
+
+
+@pytest.mark.parametrize("config", CARRYING.values(), ids=CARRYING)
+def test_what_a_run_carries_holds_no_graph_of_its_steps(config: Any) -> None:
+    model = make_sd3()
+    with shiva.attach(model, config) as session:
+        for timestep in (900.0, 700.0, 500.0):
+            call = call_sd3(2, 4, 4, timestep=timestep)
+            call["hidden_states"].requires_grad_()
+            model(**call)[0].sum().backward()
+            assert call["hidden_states"].grad.abs().sum() > 0
+            assert session.ctx is not None
+            tensors = [value for value in session.ctx.run.values() if isinstance(value, Tensor)]
+            assert tensors
+            assert not any(tensor.requires_grad for tensor in tensors)
+
+
 @pytest.mark.parametrize("keep", [0.3, 0.5, 0.6])
 def test_a_sweep_is_one_moving_band_that_leaves_no_token_waiting(keep: float, tmp_path: Path) -> None:
     tiny = PIPELINES["sd3"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -243,7 +244,8 @@ BAD_OPTIONS = [
     ({"dense": (0, 7)}, "names layer 7, but SD3Transformer2DModel has 4"),
     ({"dense": (0, 1, 2, 3)}, "all 4 layers are dense"),
     ({"bucket": 0}, "bucket=0 must be at least 1"),
-    ({"guidance": "both"}, "guidance='both' is unknown"),
+    ({"guidance": "both"}, "guidance='both' is unknown; pass one of 'shared', 'per-sample', 'max'"),
+    ({"cfg": "both"}, "cfg='both' is unknown; pass one of 'auto', 'batched', 'sequential', 'none'"),
 ]
 
 
@@ -258,6 +260,44 @@ def test_a_bad_option_names_the_value_and_the_fix_and_leaves_the_model_alone(
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_how_the_halves_agree_is_an_option_of_the_method() -> None:
+    with shiva.attach(make_sd3(), shiva.Shiva(), guidance="per-sample", cfg="batched") as session:
+        assert session.method.config.guidance == session.method.guidance == "per-sample"
+        assert session._tracker.cfg == "batched"
+
+
+def test_attaching_draws_nothing_from_the_global_generator() -> None:
+    model = make_sd3()
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    shiva.attach(model, shiva.Shiva()).detach()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_untrained_weights_are_told_once_and_only_where_they_choose() -> None:
+    model, call = make_sd3(), BACKBONES["sd3"].call(1, 6, 6)
+
+    def told(source: Any, train: bool = False) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught, shiva.attach(model, source) as session:
+            warnings.simplefilter("always")
+            if train:
+                session.method.train().eval()
+            for _ in range(3):
+                run(model, call)
+        return [str(warning.message) for warning in caught if "untrained" in str(warning.message)]
+
+    config = shiva.Shiva(budget=0.5)
+    for source in (config, shiva.DyDiT(bias=0.0)):
+        (message,) = told(source)
+        assert "attach a trained checkpoint, or shiva.Shiva.preset('sweep')" in message
+    assert not told(config, train=True)
+    built = config.build(shiva.session.backbone_of(model).spec(model))
+    for source in (shiva.Shiva.preset("sweep", budget=0.5), shiva.Shiva(budget=1.0), shiva.ToMeSD(), built):
+        assert not told(source)
+    assert not told(shiva.ShivaCheckpoint.of(built))
 
 
 def test_nan_scores_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor
@@ -79,6 +80,19 @@ def test_flux_keeps_its_processors_and_their_backend() -> None:
         model.set_attention_backend("_native_math")
     assert [block.attn.processor for block in model.transformer_blocks] == before
     assert model.single_transformer_blocks[0].attn.processor._attention_backend is not None
+
+
+def test_a_lora_that_comes_after_the_session_is_told_where_it_belongs() -> None:
+    model, lora = make_sd3(), peft.LoraConfig(r=2, target_modules=["to_k", "to_v"])
+    with shiva.attach(model, SWEEP), torch.no_grad():
+        model(**call_sd3(1, 4, 4, timestep=900.0))
+        peft.inject_adapter_in_model(lora, model)
+        with pytest.raises(RuntimeError, match="to_k was replaced after attach.*load or unload it, then attach"):
+            model(**call_sd3(1, 4, 4, timestep=950.0))
+    with shiva.attach(model, SWEEP) as session, torch.no_grad():
+        for timestep in (900.0, 600.0):
+            model(**call_sd3(1, 4, 4, timestep=timestep))
+        assert session.stats[-1].kept["transformer_blocks.2"] == 8
 
 
 def test_refusals() -> None:

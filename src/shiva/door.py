@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,12 @@ class Hooked:
         """Take the hook off; whatever came before it or was put over it since stays."""
         registry, over = HookRegistry.check_if_exists_or_initialize(self.module), self.module.forward
         under = registry.get_hook(HOOK).fn_ref.original_forward
+        above = registry._fn_refs[registry._hook_order.index(HOOK) + 1 :][:1]
+        kept = [(ref, ref.forward, ref.original_forward) for ref in above]
         registry.remove_hook(HOOK, recurse=False)
+        for ref, forward, original in kept:  # remove_hook takes a hook above with a forward of its own out of the way
+            ref.forward = under if forward is self.given else forward
+            ref.original_forward = under if original is self.given else original
         if getattr(self.module, ACCELERATE, None) is self.given:
             setattr(self.module, ACCELERATE, under)
             self.module.forward = over
@@ -96,6 +101,16 @@ def refuse_attention_caches(transformer: nn.Module) -> None:
             raise ValueError(
                 f"{REFUSED_HOOKS[hook]} caches attention outputs at {name}, which go wrong when the kept tokens "
                 "change; call transformer.disable_cache() first"
+            )
+
+
+def refuse_replaced(transformer: nn.Module, projections: Mapping[str, nn.Module]) -> None:
+    """Refuse a projection, known by its path, that another module has taken the place of since attach."""
+    for name, module in projections.items():
+        if transformer.get_submodule(name) is not module:
+            raise RuntimeError(
+                f"{name} was replaced after attach, as a LoRA does, which comes before the session: "
+                "detach(), load or unload it, then attach again"
             )
 
 

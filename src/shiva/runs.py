@@ -17,12 +17,18 @@ def read_timestep(timestep: Tensor) -> float:
     return float(timestep.reshape(-1)[0])
 
 
+CFG = ("auto", "batched", "sequential", "none")
+"""How classifier-free guidance may be run: as halves of a batch, as two calls, not at all, or as it looks."""
+
+
 @dataclass
 class Run:
     """One sampling run: what methods carry from step to step, and whether its batch is a guidance pair."""
 
     memory: dict[Any, Any] = field(default_factory=dict)
     paired: bool = False
+    first: int = 0
+    """The scheduler's step it began with, above 0 where it starts from an image."""
     step: int = 0
     branch: int = 0
 
@@ -30,14 +36,15 @@ class Run:
 class RunTracker:
     """Follows the calls of one transformer.
 
-    Timesteps fall within a run, so a higher one begins a new run, and so do a new `scheduler.timesteps` tensor
-    whatever its values and latents of another size. The same timestep with the very same latents tensor is the other
-    branch of sequential guidance. With other latents it is the next step if the scheduler has it twice (samplers of
-    second order, timesteps rounded to the same bfloat16), and a new run if not.
+    Timesteps fall within a run, or rise where the scheduler's do (inversion), so one on the other side begins a new
+    run, and so do a new `scheduler.timesteps` tensor whatever its values and latents of another size. The same
+    timestep with the very same latents tensor (or, told that guidance is sequential, with any) is the other branch of
+    guidance, once a step. Otherwise it is the next step if the scheduler has it twice (samplers of second order,
+    timesteps rounded to the same bfloat16), and a new run if not.
     """
 
-    def __init__(self, guidance: str) -> None:
-        self.guidance = guidance
+    def __init__(self, cfg: str) -> None:
+        self.cfg = cfg
         self.run = Run()
         self._timestep = float("nan")
         self._shape: torch.Size | None = None
@@ -45,30 +52,36 @@ class RunTracker:
         self._schedule: weakref.ref[Tensor] | None = None
         self._timesteps: list[float] | None = None
 
-    def follow(self, timestep: float, latents: Tensor, schedule: Tensor | None) -> tuple[Run, list[float] | None]:
-        """Place this call in its run; also the scheduler's timesteps, read once a run."""
+    def follow(
+        self, timestep: float, latents: Tensor, schedule: Tensor | None, guided: bool | None = None
+    ) -> tuple[Run, list[float] | None]:
+        """Place this call in its run; also the scheduler's timesteps, read once a run.
+
+        `guided` is what a pipeline says of its guidance, None where it does not.
+        """
         rescheduled = schedule is not None and (self._schedule is None or self._schedule() is not schedule)
         if rescheduled:
             assert schedule is not None
             self._schedule, self._timesteps = weakref.ref(schedule), schedule.tolist()
         elif schedule is None:
             self._schedule = self._timesteps = None
-        same_latents = self._latents is not None and self._latents() is latents
         again = timestep == self._timestep
-        repeated = is_planned(self._timesteps, self.run.step + 1, timestep)
-        goes_on = timestep < self._timestep or (again and (same_latents or repeated))
+        branches = again and self.run.branch == 0 and self._is_other_branch(latents)
+        repeated = again and is_planned(self._timesteps, self.run.step + 1, timestep)
+        rising = rises(self._timesteps, self.run.step)
+        onward = timestep > self._timestep if rising else timestep < self._timestep
         resized = self._shape is not None and latents.shape[1:] != self._shape[1:]
-        if rescheduled or resized or not goes_on:
-            self.run = Run(paired=self._pairs(latents))
+        if rescheduled or resized or not (onward or branches or repeated):
+            self.run = Run(paired=self._pairs(latents, guided))
             if self._timesteps is not None and timestep == timestep:
-                self.run.step = nearest(self._timesteps, timestep)
-        elif again and same_latents:
-            self.run.branch += 1
+                self.run.first = self.run.step = nearest(self._timesteps, timestep)
+        elif branches:
+            self.run.branch = 1
         else:
             self.run.step = following(self._timesteps, self.run.step + 1, timestep)
             self.run.branch = 0
             if latents.shape != self._shape:
-                self.run.paired = self._pairs(latents)
+                self.run.paired = self._pairs(latents, guided)
         self._timestep, self._shape, self._latents = timestep, latents.shape, weakref.ref(latents)
         return self.run, self._timesteps
 
@@ -76,13 +89,19 @@ class RunTracker:
         """Whatever is called next begins a new run."""
         self._timestep = float("nan")
 
-    def _pairs(self, latents: Tensor) -> bool:
+    def _is_other_branch(self, latents: Tensor) -> bool:
+        """Whether a second call at a timestep is guidance's: as told, or because it is on the very same latents."""
+        if self.cfg == "sequential":
+            return latents.shape == self._shape
+        return self.cfg == "auto" and self._latents is not None and self._latents() is latents
+
+    def _pairs(self, latents: Tensor, guided: bool | None) -> bool:
         """Whether the batch is two guidance halves: as told, or because both halves hold the same latents."""
-        if self.guidance != "auto":
-            if self.guidance == "batched" and latents.shape[0] % 2:
-                raise ValueError(f"guidance='batched' needs an even batch, got {latents.shape[0]}")
-            return self.guidance == "batched"
-        if latents.shape[0] % 2 or latents.is_meta:
+        if self.cfg != "auto":
+            if self.cfg == "batched" and latents.shape[0] % 2:
+                raise ValueError(f"cfg='batched' needs an even batch, got {latents.shape[0]}")
+            return self.cfg == "batched"
+        if guided is False or latents.shape[0] % 2 or latents.is_meta:
             return False
         first, second = latents.chunk(2)
         return torch.equal(first, second)
@@ -99,6 +118,14 @@ def is_planned(timesteps: list[float] | None, place: int, timestep: float) -> bo
         and place < len(timesteps)
         and abs(timesteps[place] - timestep) <= ROUNDING * abs(timesteps[place])
     )
+
+
+def rises(timesteps: list[float] | None, step: int) -> bool:
+    """Whether the scheduler's timesteps rise at this step, as they do when an image is inverted."""
+    if timesteps is None or len(timesteps) < 2:
+        return False
+    place = min(step, len(timesteps) - 2)
+    return timesteps[place + 1] > timesteps[place]
 
 
 def following(timesteps: list[float] | None, expected: int, timestep: float) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -30,14 +31,14 @@ from shiva.door import (
     offloading_off,
     refuse_attention_caches,
     refuse_conflicts,
+    refuse_replaced,
     transformer_of,
     under_cache_dit,
 )
 from shiva.pricing import meta_call, site_costs, tensor_bytes, to_meta
-from shiva.runs import RunTracker, read_timestep
+from shiva.runs import CFG, RunTracker, read_timestep
 from shiva.summary import StepRecord, Summary
 
-GUIDANCE = ("auto", "batched", "sequential", "none")
 BETWEEN_BLOCKS = ("block_controlnet_hidden_states", "controlnet_block_samples", "controlnet_single_block_samples")
 """Arguments that a transformer adds to its tokens between blocks."""
 
@@ -105,12 +106,13 @@ class Session:
         backbone: Backbone,
         method: Method,
         pipeline: Any = None,
-        guidance: str = "auto",
+        cfg: str = "auto",
         adapter: AttachedAdapter | None = None,
+        fresh: bool = False,
     ):
-        if guidance == "none" and method.needs_guidance:
+        if cfg == "none" and method.needs_guidance:
             raise ValueError(
-                f"{method} compares the two predictions of guidance, and guidance='none' says there is one; "
+                f"{method} compares the two predictions of guidance, and cfg='none' says there is one; "
                 "pass 'auto', 'batched' or 'sequential'"
             )
         self.transformer = transformer
@@ -125,10 +127,11 @@ class Session:
         self.teacher: Tape | None = None
         """A dense pass of the coming batch, which training sets; methods find it in their context."""
         self._adapter = adapter
+        self._fresh = fresh
         self._clock = Clock()
         self._tape: Tape | None = None
         self._trace: Trace | None = None
-        self._tracker = RunTracker(options.choice("guidance", guidance, GUIDANCE))
+        self._tracker = RunTracker(options.choice("cfg", cfg, CFG))
         self._names = parameter_names(transformer)
         self._example: Call | None = None
         self._shapes: list[Any] = []
@@ -139,6 +142,7 @@ class Session:
         self._hooked: list[Hooked] = []
         self._prepared = contextlib.ExitStack()
         self._over_cache_dit = under_cache_dit(transformer)
+        self._keys: list[Site] = []
         self._blocks = [site.name for site in backbone.sites(transformer) if site.kind == "block"]
         method.to(next(transformer.parameters()).device)
         self._attach()
@@ -154,7 +158,8 @@ class Session:
                 f"{self.spec.name} ({self.spec.layers} layers); widen its layers or sites"
             )
         self.method.check_sites(acting)
-        whole = {site.layer for site in acting if site.kind == "keys" and self.method.whole_keys(site.layer)}
+        self._keys = [site for site in acting if site.kind == "keys"]
+        whole = {site.layer for site in self._keys if self.method.whole_keys(site.layer)}
         try:
             self._prepared.enter_context(self.backbone.whole_keys(self.transformer, whole))
             for site in sites:
@@ -263,11 +268,13 @@ class Session:
         around = self.backbone.surroundings(self.transformer, call)
         latents = call[self.backbone.latents]
         timestep = read_timestep(around.timestep)
-        scheduler = getattr(self.pipeline, "scheduler", None)
+        schedule = getattr(getattr(self.pipeline, "scheduler", None), "timesteps", None)
+        guided = getattr(self.pipeline, "do_classifier_free_guidance", None)
         previous = self._tracker.run
-        run, timesteps = self._tracker.follow(timestep, latents, getattr(scheduler, "timesteps", None))
+        run, timesteps = self._tracker.follow(timestep, latents, schedule, guided)
         if run is not previous:
             refuse_attention_caches(self.transformer)
+            refuse_replaced(self.transformer, {site.name: site.module for site in self._keys})
             self.stats = []
         if self._trace is not None:
             self._trace.begin(run.step, timestep, around.grid, self.spec.layers, fresh=run is not previous)
@@ -275,6 +282,7 @@ class Session:
             grid=around.grid,
             timestep=timestep,
             step=run.step,
+            first=run.first,
             steps=None if timesteps is None else len(timesteps),
             channels=latents.shape[1 if latents.ndim == 4 else -1],
             text_tokens=around.text_tokens,
@@ -293,7 +301,19 @@ class Session:
         self._move_method(latents.device)
         with ctx.phase("lookup"):
             ctx.counts = self.method.plan(ctx, timesteps)
+        if self._fresh and not latents.is_meta and min(ctx.counts, default=0) < ctx.tokens:
+            self._warn_untrained()
         return ctx
+
+    def _warn_untrained(self) -> None:
+        """Say once that a method which `attach` built chooses tokens by weights that it was never given."""
+        self._fresh = False
+        if self.method.needs_training and not self.method.trained:
+            warnings.warn(
+                f"{self.method} chooses tokens by untrained weights; attach a trained checkpoint, or "
+                "shiva.Shiva.preset('sweep'), which needs no training",
+                stacklevel=2,
+            )
 
     def _move_method(self, device: torch.device) -> None:
         """Follow a transformer that offloading has moved; weights on the meta device would be lost."""
@@ -433,14 +453,14 @@ def attach(
     target: Any,
     method: str | Path | ShivaCheckpoint | MethodConfig | Method,
     *,
-    guidance: str = "auto",
+    cfg: str = "auto",
     **overrides: Any,
 ) -> Session:
     """Make a pipeline (or bare transformer) run its blocks on fewer image tokens.
 
     `method` is a trained checkpoint (path or hub id) or the config of any method; `overrides` change its
-    fields (`budget=0.6`, `keep=0.8`, ...). `guidance` says how classifier-free guidance is run: "batched"
-    halves, "sequential" calls, "none", or "auto", which looks. Returns the `Session`.
+    fields (`budget=0.6`, `keep=0.8`, ...). `cfg` says how classifier-free guidance is run: "batched" halves,
+    "sequential" calls, "none", or "auto", which asks the pipeline and looks. Returns the `Session`.
     """
     transformer = transformer_of(target)
     backbone = backbone_of(transformer)
@@ -451,10 +471,12 @@ def attach(
     adapter = None
     if isinstance(method, ShivaCheckpoint):
         method.check(spec)
-        built = method.method(**overrides)
+        with torch.random.fork_rng(devices=[]):
+            built = method.method(**overrides)
         adapter = method.add_adapter(transformer)
     elif isinstance(method, MethodConfig):
-        built = method.changed(overrides).build(spec)
+        with torch.random.fork_rng(devices=[]):
+            built = method.changed(overrides).build(spec)
     elif isinstance(method, Method):
         if overrides:
             raise ValueError(
@@ -465,7 +487,7 @@ def attach(
         raise TypeError(f"cannot attach a {type(method).__name__}; pass a checkpoint path or a method config")
     pipeline = None if isinstance(target, nn.Module) else target
     try:
-        return Session(transformer, backbone, built, pipeline, guidance, adapter)
+        return Session(transformer, backbone, built, pipeline, cfg, adapter, fresh=isinstance(method, MethodConfig))
     except BaseException:
         if adapter is not None:
             adapter.remove()

@@ -44,9 +44,11 @@ class StepContext:
     timestep: float
     """The scheduler's timestep, 0 (clean) to 1000 (noise); NaN where it cannot be read (meta tensors)."""
     step: int = 0
-    """Index of this step in the sampling run, from 0."""
+    """Index of this step among the scheduler's, from 0."""
+    first: int = 0
+    """Index of the run's first step, above 0 where it starts from an image."""
     steps: int | None = None
-    """Length of the sampling run, where a scheduler is known."""
+    """Number of the scheduler's steps, where one is known."""
     channels: int = 0
     """Channels of the latents; a model that also predicts their variance returns twice as many."""
     text_tokens: int = 0

@@ -32,6 +32,7 @@ from shiva.core.reduction import Reduction, Streams
 SiteKind = Literal["block", "attention", "keys", "cross_attention", "ffn"]
 GuidancePolicy = Literal["shared", "per-sample", "max"]
 Config = TypeVar("Config", bound="MethodConfig")
+Self = TypeVar("Self", bound="Method")
 
 Run: TypeAlias = Callable[[Tensor, "Reduction | None"], Streams]
 """Runs the site on image tokens (B, K, D); None for the reduction means all of them, in order."""
@@ -101,12 +102,28 @@ class Method(nn.Module):
     needs_earlier: bool = False
     """Whether training must provide those of an earlier step too, in `ctx.teacher.earlier`."""
 
+    trained: bool = False
+    """Whether its weights were loaded, or are being trained."""
+
     def __init__(self, config: MethodConfig, spec: BackboneSpec):
         super().__init__()
         self.config: Any = config
         self.spec = spec
         self.exploration = Exploration()
         self.eval()
+
+    def train(self: Self, mode: bool = True) -> Self:
+        self.trained = self.trained or mode
+        return super().train(mode)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.trained = True
+        return super().load_state_dict(*args, **kwargs)
+
+    @property
+    def needs_training(self) -> bool:
+        """Whether trained weights decide at inference."""
+        return bool(self.groups())
 
     def __repr__(self) -> str:
         return f"{type(self.config).__name__} on {self.spec.name} ({self.spec.layers} layers of {self.spec.width})"

@@ -132,7 +132,7 @@ def operators(shape: Shape, entry: Entry | None) -> int:
     model, call = shape.build("meta"), shape.call("meta")
     if entry is None:
         return count_operators(lambda: model(**call))
-    contender = Contender(entry, model, call, shape.guidance)
+    contender = Contender(entry, model, call, shape.cfg)
     return count_operators(contender.prepare())
 
 

@@ -158,7 +158,7 @@ def export_steps(
     method = entry.build(transformer)
     table = run_table(method.spec.layers, budget, steps) if isinstance(method, ShivaMethod) else None
     results = []
-    with attach(transformer, method, guidance=shape.guidance) as session, torch.no_grad():
+    with attach(transformer, method, cfg=shape.cfg) as session, torch.no_grad():
         for step in range(steps):
             if table is not None and isinstance(method, ShivaMethod):
                 row = slice(step, step + 1)

@@ -146,9 +146,9 @@ def twin(transformer: nn.Module) -> nn.Module:
 class Contender:
     """An entry attached to a twin of the transformer, ready to take turns."""
 
-    def __init__(self, entry: Entry, transformer: nn.Module, call: dict[str, Any], guidance: str = "auto"):
+    def __init__(self, entry: Entry, transformer: nn.Module, call: dict[str, Any], cfg: str = "auto"):
         self.transformer = twin(transformer)
-        self.session: Session = attach(self.transformer, entry.build(transformer), guidance=guidance)
+        self.session: Session = attach(self.transformer, entry.build(transformer), cfg=cfg)
         self.call, self.carries = call, entry.carries
         self.turns = 0
 
@@ -185,4 +185,4 @@ def count_step(shape: Shape, entry: Entry | None) -> Flops:
     transformer, call = shape.build("meta"), shape.call("meta")
     if entry is None:
         return count(lambda: transformer(**call))
-    return count(Contender(entry, transformer, call, shape.guidance).prepare())
+    return count(Contender(entry, transformer, call, shape.cfg).prepare())

@@ -66,7 +66,7 @@ def run_flops(transformer: nn.Module, chosen: Shape, config: MethodConfig, steps
     timesteps = torch.linspace(1000, 1000 / steps, steps)
     pipeline = SimpleNamespace(transformer=transformer, scheduler=SimpleNamespace(timesteps=timesteps))
     call, carried = chosen.call("meta"), dict[Any, Any]()
-    with attach(pipeline, config, guidance=chosen.guidance) as session:
+    with attach(pipeline, config, cfg=chosen.cfg) as session:
         transformer(**call)  # a meta timestep has no value to read: the context of each step is filled in below
         assert session.ctx is not None
         example, records, counted = session.ctx, [], []

@@ -114,7 +114,7 @@ def step_kernels(shape: Shape, entry: Entry | None, dtype: torch.dtype = torch.f
     model, call = shape.build("meta", dtype), shape.call("meta", dtype)
     if entry is None:
         return kernels_of(lambda: model(**call))
-    contender = Contender(entry, model, call, guidance=shape.guidance)
+    contender = Contender(entry, model, call, cfg=shape.cfg)
     return kernels_of(contender.prepare())
 
 

@@ -40,7 +40,7 @@ class Shape:
         return self.layers != SHAPES[self.name].layers
 
     @property
-    def guidance(self) -> str:
+    def cfg(self) -> str:
         """For `attach`, where meta tensors hold no values to look at."""
         return "batched" if self.batch % 2 == 0 else "none"
 

@@ -50,7 +50,7 @@ class RejectedConfig(MethodConfig):
     near: str = "similar"
     """Which token `near` takes the update of: the most similar selected one, or the spatially nearest."""
     dense_steps: tuple[int, ...] = ()
-    """Steps that run all tokens; with cached updates the first always does."""
+    """Steps, counted from a run's first, that run all tokens; with cached updates the first always does."""
     cache_dtype: str = "same"
     """Precision of cached updates: same as the tokens, bfloat16 or float16."""
     cache_layers: tuple[int, ...] | None = None
@@ -85,8 +85,9 @@ class RejectedMethod(Method):
         """What rejected tokens get in this run: the one place where `auto` is settled."""
         if self.config.rejected != "auto":
             return self.config.rejected
-        known = None if self.training else ctx.steps
-        return "cached" if known is None or known >= CACHED_FROM else "near"
+        if self.training or ctx.steps is None or ctx.steps - ctx.first >= CACHED_FROM:
+            return "cached"
+        return "near"
 
     def ever_caches(self, layer: int) -> bool:
         """Whether a layer's updates are ever kept."""
@@ -98,7 +99,8 @@ class RejectedMethod(Method):
 
     def dense_step(self, step: int, ctx: StepContext) -> bool:
         """Whether a step of this run is meant to see all tokens."""
-        return step in self.config.dense_steps or (step == 0 and self.rejected(ctx) == "cached")
+        place = step - ctx.first
+        return place in self.config.dense_steps or (place == 0 and self.rejected(ctx) == "cached")
 
     # -- inference -----------------------------------------------------------------------------------
 
@@ -147,7 +149,7 @@ class RejectedMethod(Method):
     def refresh(self, out: Tensor, base: Tensor, layer: int, ctx: StepContext) -> None:
         """After a dense pass every token's update out - base (B, N, D) is new."""
         if self.caches(layer, ctx):
-            ctx.run[self.key("update", layer, ctx)] = (out - base).to(self.cache_dtype(out))
+            ctx.run[self.key("update", layer, ctx)] = (out - base).detach().to(self.cache_dtype(out))
         if self.tracks_age:
             ctx.run[self.key("age", layer, ctx)] = out.new_zeros(out.shape[:2], dtype=torch.float32)
 

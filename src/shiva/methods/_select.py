@@ -111,6 +111,10 @@ class SelectMethod(RejectedMethod):
     def groups(self) -> dict[str, list[nn.Parameter]]:
         return {"router": list(self.routers.parameters())}
 
+    @property
+    def needs_training(self) -> bool:
+        return self.config.score == "router"
+
     def dense_layers(self) -> Collection[int]:
         """Layers that always see all tokens."""
         return self.config.dense
@@ -186,12 +190,14 @@ class SelectMethod(RejectedMethod):
             return values
         key = self.key(site.name, site.layer, ctx)
         if values.shape[1] == ctx.tokens:
-            ctx.run[key] = values.to(self.cache_dtype(values), copy=True)
+            ctx.run[key] = values.detach().to(self.cache_dtype(values), copy=True)
             return values
         rows = flat_rows(ctx.memory["indices", site.layer], ctx.tokens)
         known = ctx.run[key]
-        known.flatten(0, 1).index_copy_(0, rows, values.flatten(0, 1).to(known.dtype))
-        return known.to(values.dtype)
+        known.flatten(0, 1).index_copy_(0, rows, values.detach().flatten(0, 1).to(known.dtype))
+        if not values.requires_grad:
+            return known.to(values.dtype)
+        return known.to(values.dtype).flatten(0, 1).index_copy(0, rows, values.flatten(0, 1)).view_as(known)
 
     def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         if site.kind == "keys":

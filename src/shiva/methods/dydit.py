@@ -205,7 +205,7 @@ class DyDiTMethod(RejectedMethod):
 
         def cached(updates: Tensor) -> Tensor:
             cache = ctx.run[self.key("update", layer, ctx)]
-            ctx.run[self.key("update", layer, ctx)] = torch.where(computed, updates.to(cache.dtype), cache)
+            ctx.run[self.key("update", layer, ctx)] = torch.where(computed, updates.detach().to(cache.dtype), cache)
             return torch.where(computed, updates, cache.to(updates.dtype))
 
         def near(updates: Tensor) -> Tensor:

@@ -189,7 +189,7 @@ class SDTMMethod(Method):
             return super().around(run, x, base, site, ctx)
         out = run(x, None)
         if self.config.cache_weight < 1:
-            ctx.run["cache", site.name, ctx.branch] = out.image
+            ctx.run["cache", site.name, ctx.branch] = out.image.detach()
         return out
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -98,7 +98,7 @@ class ShivaMethod(SelectMethod):
         self.schedule = RatioSchedule.flat(target, spec.layers, config.dense)
         self.controller = BudgetController(target, config.beta, config.dual)
         self.needs_updates |= config.estimator == "output" and config.guess == "teacher"
-        self._tables: dict[tuple[int, tuple[float, ...] | None], list[list[int]]] = {}
+        self._tables: dict[Hashable, list[list[int]]] = {}
         self._logit_noise: Tensor | None = None
         self.eval()
 
@@ -109,13 +109,14 @@ class ShivaMethod(SelectMethod):
         return self.schedule.state()
 
     def load_tables(self, tables: dict[str, Tensor]) -> None:
-        self.set_schedule(RatioSchedule.from_state(tables))
+        self.set_schedule(replace(RatioSchedule.from_state(tables), dense=frozenset(self.config.dense)))
 
     def set_schedule(self, schedule: RatioSchedule) -> None:
         """Use another table, as a policy compiles to one."""
         if schedule.layers != self.spec.layers:
             raise ValueError(f"the schedule is for {schedule.layers} layers; {self.spec.name} has {self.spec.layers}")
         self.schedule = schedule
+        self.config = options.replace(self.config, {"dense": sorted(schedule.dense)})
         self._tables.clear()
 
     def dense_layers(self) -> Collection[int]:
@@ -129,7 +130,7 @@ class ShivaMethod(SelectMethod):
                 ratios = self.training_ratios(ctx)
             ctx.memory["ratios"] = ratios
             return tuple(token_count(r, ctx.tokens) for r in ratios.tolist())
-        key = (ctx.tokens, None if timesteps is None else tuple(timesteps))
+        key = (ctx.tokens, ctx.text_tokens, ctx.first, None if timesteps is None else tuple(timesteps))
         if key not in self._tables:
             self._tables[key] = self._table(ctx, timesteps)
         table = self._tables[key]
@@ -139,18 +140,20 @@ class ShivaMethod(SelectMethod):
 
     def _table(self, ctx: StepContext, timesteps: Sequence[float] | None) -> list[list[int]]:
         """Counts for a run: the schedule at the run's own timesteps, brought to the budget there."""
-        config, schedule = self.config, self.schedule
+        config, schedule, steps = self.config, self.schedule, range(0)
         if timesteps is not None:
-            schedule = schedule.resample(timesteps)
-        steps = 0 if timesteps is None else len(timesteps)
-        dense = [step for step in range(steps) if self.dense_step(step, ctx)]
+            steps = range(ctx.first, len(timesteps))
+            schedule = schedule.resample(timesteps[ctx.first :])
+        dense = [step - ctx.first for step in steps if self.dense_step(step, ctx)]
         if config.budget is not None:
-            schedule = schedule.shift(self._left(config.budget, steps, len(dense)))
+            schedule = schedule.shift(self._left(config.budget, len(steps), len(dense)))
         elif config.flops is not None:
-            schedule = schedule.shift(flops=self._left(config.flops, steps, len(dense)), cost=ctx.cost())
+            schedule = schedule.shift(flops=self._left(config.flops, len(steps), len(dense)), cost=ctx.cost())
         counts = schedule.bucket(config.bucket, ctx.tokens) if config.bucket else schedule.counts(ctx.tokens)
-        for step in dense:
-            counts[step] = [ctx.tokens] * self.spec.layers
+        whole = [ctx.tokens] * self.spec.layers
+        for place in dense:
+            counts[place] = whole
+        counts = [whole] * ctx.first + counts
         return [self._pair_counts(row) for row in counts] if config.share_pairs else counts
 
     @staticmethod

@@ -81,7 +81,7 @@ def cached_updates(indices: Tensor, cache: Tensor) -> Reduction:
     rows = flat_rows(indices, cache.shape[1])
 
     def restore(values: Tensor, base: Tensor) -> Tensor:
-        updates = values - gather(base, rows)
+        updates = (values - gather(base, rows)).detach()
         cache.flatten(0, 1).index_copy_(0, rows, updates.flatten(0, 1).to(cache.dtype))
         return scatter(values, base + cache.to(base.dtype), rows)
 

@@ -29,7 +29,7 @@ class RatioSchedule:
     """
 
     timesteps: tuple[float, ...]
-    """Descending, in the scheduler's units (1000 is noise)."""
+    """In the scheduler's units (1000 is noise) and its order."""
     logits: Tensor
     """(steps, layers), float64."""
     bias: float = 0.0
@@ -41,8 +41,6 @@ class RatioSchedule:
             raise ValueError(
                 f"the table has {self.logits.shape[0]} rows for {len(self.timesteps)} timesteps; they must agree"
             )
-        if list(self.timesteps) != sorted(self.timesteps, reverse=True):
-            raise ValueError("timesteps must descend from noise to image")
         if not self.reduced:
             raise ValueError(f"all {self.layers} layers are dense; leave at least one to be reduced")
 
@@ -85,7 +83,8 @@ class RatioSchedule:
 
     def resample(self, timesteps: Sequence[float]) -> RatioSchedule:
         """The same schedule at other timesteps, logits interpolated linearly in time."""
-        known, order = self.timesteps[::-1], torch.arange(len(self.timesteps)).flip(0)
+        order = sorted(range(len(self.timesteps)), key=self.timesteps.__getitem__)
+        known = [self.timesteps[i] for i in order]
         rows = []
         for t in timesteps:
             right = min(max(bisect_left(known, t), 1), len(known) - 1) if len(known) > 1 else 0
@@ -139,22 +138,23 @@ class RatioSchedule:
         return replace(self, bias=(low + high) / 2)
 
     def bucket(self, multiple: int, tokens: int) -> list[list[int]]:
-        """Counts rounded to a multiple, such that the total stays that of the exact ratios.
+        """Counts rounded to a multiple, such that the total stays that of the exact ratios; a ratio of 1 keeps all.
 
         Each count takes the multiple below; the largest remainders are then rounded up until the sum is met.
         """
         if multiple < 1 or multiple > tokens:
             raise ValueError(f"multiple={multiple} must be between 1 and the {tokens} image tokens")
-        exact = self.ratios()[:, self.reduced] * tokens / multiple
+        ratios = self.ratios()[:, self.reduced]
+        exact, whole = ratios * tokens / multiple, ratios >= 1
         ceiling = tokens // multiple
-        below = exact.floor().clamp(1, ceiling)
+        below = torch.where(whole, exact, exact.floor().clamp(1, ceiling))
         missing = round(float(exact.sum() - below.sum()))
-        remainders = (exact - below).masked_fill(below >= ceiling, -1.0).flatten()
+        remainders = (exact - below).masked_fill(whole | (below >= ceiling), -1.0).flatten()
         raise_at = remainders.argsort(descending=True, stable=True)[: max(missing, 0)]
         raised = below.flatten()
         raised[raise_at[remainders[raise_at] > 0]] += 1
         counts = torch.full(self.logits.shape, tokens, dtype=torch.long)
-        counts[:, self.reduced] = (raised.view_as(below) * multiple).long()
+        counts[:, self.reduced] = (raised.view_as(below) * multiple).round().long()
         return counts.tolist()
 
     def row(self, timestep: float) -> int:
