@@ -153,7 +153,7 @@ def run(
     pipe = load(model)
     calls = captured_calls(pipe, PROMPTS[: len(seeds)], seed=0)
     spec = backbone_of(pipe.transformer).spec(pipe.transformer)
-    with shiva.attach(pipe.transformer, OneLayer(spec, layer), guidance="none") as session:
+    with shiva.attach(pipe.transformer, OneLayer(spec, layer), cfg="none") as session:
         tasks = [TrainedBlock(session, call, layer) for call in calls]
         trials = [one_draw(tasks[seed % len(tasks)], seed) for seed in progress(seeds, "trained block")]
     rows = pooled(trials)

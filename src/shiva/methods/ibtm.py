@@ -157,7 +157,7 @@ class IBTMMethod(Method):
             raise ValueError(
                 "IBTM ranks tokens by the difference of the two guidance predictions, but the step before had only "
                 "one: raise guidance_scale above 1 (Flux: true_cfg_scale, with a negative prompt) and keep it there "
-                "to the last step, or, if both halves are in the batch, attach with guidance='batched'"
+                "to the last step, or, if both halves are in the batch, attach with cfg='batched'"
             )
         kept = ctx.tokens - self.config.removed(ctx.tokens)
         pool = min(int(self.config.pool * kept), ctx.tokens)

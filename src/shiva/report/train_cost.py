@@ -93,7 +93,7 @@ class Learner:
         transformer: Any = twin(base)
         pipe = SimpleNamespace(transformer=transformer)
         config = Shiva(budget=1.0) if trained is None else trained.config
-        self.session = attach(pipe, config, guidance="none")
+        self.session = attach(pipe, config, cfg="none")
         method = self.session.method.train()
         rank = 32
         add_adapter(transformer, adapter_config(transformer, self.session.backbone, rank, rank, True), seed=0)
