@@ -36,10 +36,10 @@ class BudgetController(nn.Module):
         """What a unit of mean keep costs now; negative below the target."""
         return (2 * (self.mu - self.target) + self.nu).detach().clone()
 
-    def forward(self, mean: Tensor, synchronized: Tensor | None = None) -> Tensor:
-        """Observe a batch and give its loss; `synchronized` is the mean over all ranks, where they are many."""
+    def forward(self, mean: Tensor) -> Tensor:
+        """Observe a batch and give its loss."""
         if self.training:
-            self.observe((mean if synchronized is None else synchronized).detach())
+            self.observe(mean.detach())
         return mean * self.pressure  # Eq. budget_loss
 
 

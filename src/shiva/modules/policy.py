@@ -50,12 +50,9 @@ class RatioPolicy(nn.Module):
         trend = self.time_branch(sinusoidal(timesteps, self.width))  # (S, 1)
         return trend + depth + self.anchor
 
-    def forward(self, timesteps: Tensor, noise: float = 0.0) -> Tensor:
-        """Keep ratios (S, L); `noise` is the deviation of the logit noise of policy learning."""
-        logits = self.logits(timesteps)
-        if noise > 0:
-            logits = logits + noise * torch.randn_like(logits)
-        return torch.sigmoid(logits)
+    def forward(self, timesteps: Tensor) -> Tensor:
+        """Keep ratios (S, L)."""
+        return torch.sigmoid(self.logits(timesteps))
 
 
 class FiLMPolicy(RatioPolicy):
