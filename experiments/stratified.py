@@ -68,7 +68,8 @@ def run(seeds: Sequence[int] = range(3), quick: bool = False) -> Result:
 def draw(result: Result, axes: Any) -> None:
     rows = result.details["schedules"]
     places = range(len(rows))
-    axes.bar([p - 0.2 for p in places], [r["ratio"] for r in rows.values()], 0.4, label="measured")
+    means, deviations = ([row["ratio"][key] for row in rows.values()] for key in ("mean", "std"))
+    axes.bar([p - 0.2 for p in places], means, 0.4, yerr=deviations, capsize=2, label="measured")
     axes.bar([p + 0.2 for p in places], [r["theory"] for r in rows.values()], 0.4, label="theory")
     axes.set_xticks(places, rows, fontsize=7)
     axes.set(ylabel="Var(uniform) / Var(stratified)")

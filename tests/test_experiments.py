@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import shiva
@@ -28,7 +30,7 @@ from experiments import (
     stratified,
     trained_block,
 )
-from experiments.common import KEPT, VERDICTS, cosine, spread
+from experiments.common import KEPT, VERDICTS, Claim, Result, cosine, spread
 from experiments.directions import coordinate_marginals, estimate, fixed_budget_marginals, flips, losses, two_path
 from experiments.residual_task import ResidualTask, normal_scores, residual_task
 from shiva.backbones.base import backbone_of
@@ -260,3 +262,12 @@ def test_the_page_of_claims_is_the_committed_results() -> None:
     records = claims_page.load()
     assert claims_page.page(records) == claims_page.PAGE.read_text()
     assert not any(record["quick"] for record in records)
+
+
+@pytest.mark.parametrize("name", [*SYNTHETIC, *ON_THE_MODEL])
+def test_every_committed_result_can_be_drawn(name: str) -> None:
+    record = json.loads((KEPT / f"{name}.json").read_text())
+    claims = tuple(Claim(**claim) for claim in record["claims"])
+    axes = Figure().add_subplot()
+    importlib.import_module(f"experiments.{name}").draw(Result(name, record["title"], claims, record["details"]), axes)
+    assert axes.get_xlabel() or axes.get_ylabel()

@@ -183,10 +183,18 @@ class Session:
         if self.ctx is not None:
             self.ctx.run.clear()
             self.ctx.memory.clear()
+        self._release()
+
+    def _release(self) -> None:
         for hooked in reversed(self._hooked):
             hooked.release()
         self._hooked.clear()
         self._prepared.close()
+
+    def rehook(self) -> None:
+        """Act on the modules that are at the sites now, as after a trainable adapter has wrapped some of them."""
+        self._release()
+        self._attach()
 
     @property
     def attached(self) -> bool:

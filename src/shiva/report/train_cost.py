@@ -100,6 +100,7 @@ class Learner:
         if not folded:
             for layer in adapted_layers(transformer):
                 del layer.forward
+        self.session.rehook()
         if checkpointing:
             transformer.enable_gradient_checkpointing()
         weights = WEIGHTS if trained is None else {**WEIGHTS, **trained.weights}

@@ -203,6 +203,7 @@ class Trainer:
             rank, alpha, dora = options.rank, options.alpha, options.dora
             self.adapter = adapter_config(transformer, self.session.backbone, rank, alpha, dora)
             add_adapter(transformer, self.adapter, seed_of(self.recipe.seed, "adapter"))
+            self.session.rehook()
 
     def enter(self, now: Moment) -> None:
         """Freeze everything but the stage's groups, and give them a fresh optimizer."""
