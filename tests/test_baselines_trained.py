@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import shiva
 from pipelines import PIPELINES
+from shiva.adapters import AttachedAdapter
 from shiva.core.context import StepContext
 from shiva.core.method import BackboneSpec, Exploration, MethodConfig
 from shiva.core.reduction import Streams, select
@@ -24,6 +25,7 @@ from shiva.modules.lapsum import lapsum_topk
 from shiva.modules.neuralsort import neuralsort_topk, relaxed_permutation, total_distance
 from shiva.modules.soft_topk import largest_cost, soft_topk
 from shiva.modules.topk import hard_topk, inclusion
+from shiva.training.adapter import adapter_config, adapter_parameters, adapter_state, add_adapter
 from shiva.training.stages import Stage, Temperatures, exploration, moment
 
 from method_table import METHODS
@@ -594,6 +596,24 @@ def test_sparsedit_generate_attends_from_pooled_tokens_and_text_to_all_tokens() 
         ffn = block.ff(block.norm2(hidden) * (1 + scale[:, None]) + shift[:, None])
         expected = hidden + gate_mlp[:, None] * ffn
     torch.testing.assert_close(seen["out"], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_adapter_of_training_acts_on_sparsedits_keys_as_the_folded_one_does() -> None:
+    trained, plain = make_sd3(), make_sd3()
+    call = BACKBONES["sd3"].call(2, 8, 8)
+    with shiva.attach(trained, METHODS["sparsedit"].on) as session, torch.no_grad():
+        config = adapter_config(trained, session.backbone, 4, 4, True)
+        add_adapter(trained, config, seed=0)
+        session.rehook()
+        for seed, parameter in enumerate(adapter_parameters(trained)):
+            parameter.add_(0.1 * noise(*parameter.shape, seed=seed))
+        live = trained(**call)[0]
+        state, weights = adapter_state(trained), session.method.state_dict()
+    adapter = AttachedAdapter(plain, config, state)
+    with shiva.attach(plain, METHODS["sparsedit"].on) as session, torch.no_grad():
+        session.method.load_state_dict(weights)
+        torch.testing.assert_close(plain(**call)[0], live, rtol=1e-4, atol=1e-5)
+    adapter.remove()
 
 
 def test_sparsedit_tokens_stay_few_inside_a_module_and_follow_the_timestep() -> None:
