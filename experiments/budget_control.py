@@ -111,8 +111,8 @@ def run(seeds: Sequence[int] = range(3), quick: bool = False) -> Result:
             "steers toward R",
             f"{offset(alone)} from R = .6, from .8; swing {calm:.3f}",
             judge(abs(alone["mean"]) < 0.005 and calm < 0.02, abs(alone["mean"]) < 0.05),
-            f"With no task in the way its mean is R, and it swings about it, at a rate of 1e-3 by {restless:.3f}: the EMA "
-            "lags behind the policy. The library's stages cool their rates down at their end.",
+            f"With no task in the way its mean is R, and it swings about it, at a rate of 1e-3 by {restless:.3f}: the "
+            "EMA lags behind the policy. The library's stages cool their rates down at their end.",
         ),
         Claim(
             "R is also reached while the task pulls",
