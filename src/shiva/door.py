@@ -108,7 +108,7 @@ def refuse_replaced(transformer: nn.Module, projections: Mapping[str, nn.Module]
     """Refuse a projection, known by its path, that another module has taken the place of since attach."""
     for name, module in projections.items():
         if transformer.get_submodule(name) is not module:
-            raise RuntimeError(
+            raise ValueError(
                 f"{name} was replaced after attach, as a LoRA does, which comes before the session: "
                 "detach(), load or unload it, then attach again"
             )
