@@ -23,6 +23,10 @@ class Row:
     """Backbones the method is defined on."""
     differentiable: bool = False
     """Its own parameters receive gradients in training."""
+    everywhere: bool = False
+    """Also runs on every class of the pattern table."""
+    needs_attention: bool = False
+    """Reduces the attention alone, which some classes of the pattern table do not offer."""
 
 
 def half_but_first(kind: str, layer: int, tokens: int) -> int:
@@ -93,7 +97,13 @@ METHODS: dict[str, Row] = {
         off=shiva.ToMA(skip=0, site="block", ratio=0.0),
         kept=lambda kind, layer, tokens: toma_tiles(kind, layer, tokens) if kind == "block" else tokens,
     ),
-    "tomesd": Row(on=shiva.ToMeSD(), off=shiva.ToMeSD(ratio=0.0), kept=half_at("attention")),
+    "tomesd": Row(
+        on=shiva.ToMeSD(),
+        off=shiva.ToMeSD(ratio=0.0),
+        kept=half_at("attention"),
+        everywhere=True,
+        needs_attention=True,
+    ),
     "tomesd-everywhere": Row(
         on=shiva.ToMeSD(sites=("attention", "cross_attention", "ffn"), metric="normed", random=False),
         off=shiva.ToMeSD(sites=("attention", "cross_attention", "ffn"), metric="normed", ratio=0.0),
@@ -104,6 +114,13 @@ METHODS: dict[str, Row] = {
         off=shiva.Shiva(budget=1.0),
         kept=half_but_first,
         differentiable=True,
+        everywhere=True,
+    ),
+    "sweep": Row(
+        on=shiva.Sweep(budget=0.5, fill="near", attends="selected"),
+        off=shiva.Sweep(budget=1.0, fill="near", attends="selected"),
+        kept=half_but_first,
+        everywhere=True,
     ),
     "shiva-input": Row(
         on=shiva.Shiva(budget=0.5, estimator="input"),
@@ -112,9 +129,35 @@ METHODS: dict[str, Row] = {
         differentiable=True,
     ),
     "shiva-near": Row(
-        on=shiva.Shiva(budget=0.5, rejected="near"),
-        off=shiva.Shiva(budget=1.0, rejected="near"),
+        on=shiva.Shiva(budget=0.5, fill="near"),
+        off=shiva.Shiva(budget=1.0, fill="near"),
         kept=half_but_first,
+    ),
+    "lattice": Row(on=shiva.Lattice(budget=0.5), off=shiva.Lattice(budget=1.0), kept=half_but_first),
+    "lattice-all": Row(
+        on=shiva.Lattice(budget=0.5, attends="all"),
+        off=shiva.Lattice(budget=1.0, attends="all"),
+        kept=half_but_first,
+        backbones=("sd3", "sd35", "pixart", "dit"),
+    ),
+    "shiva-all": Row(
+        on=shiva.Shiva(budget=0.5, fill="shortcut", attends="all", guess="zero"),
+        off=shiva.Shiva(budget=1.0, fill="shortcut", attends="all"),
+        kept=half_but_first,
+        backbones=("sd3", "sd35", "pixart", "dit"),
+        differentiable=True,
+    ),
+    "shiva-shortcut": Row(
+        on=shiva.Shiva(budget=0.5, fill="shortcut", guess="zero"),
+        off=shiva.Shiva(budget=1.0, fill="shortcut"),
+        kept=half_but_first,
+        differentiable=True,
+    ),
+    "shiva-cover": Row(
+        on=shiva.Shiva(budget=0.5, cover=0.5, guess="zero"),
+        off=shiva.Shiva(budget=1.0, cover=0.5),
+        kept=half_but_first,
+        differentiable=True,
     ),
     "shiva-pairs": Row(
         on=shiva.Shiva(budget=0.5, share_pairs=True),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from experiments import (
+from reproduce.claims import (
     ON_THE_MODEL,
     budget_on_model,
     guidance_halves,
@@ -22,9 +22,9 @@ from experiments import (
     temperatures,
     training_strategy,
 )
-from experiments.common import ordered
-from experiments.embedded import KEEP, KEEPS, Ablation, Bench, Stats, Variant, over_seeds
-from shiva.modules.schedule import RatioSchedule
+from reproduce.claims.common import ordered
+from reproduce.claims.embedded import KEEP, KEEPS, Ablation, Bench, Stats, Variant, over_seeds
+from shiva.ops.schedule import RatioSchedule
 from shiva.training.trainer import Trainer
 from training_tiny import make_folder, tiny_recipe
 
@@ -111,7 +111,7 @@ def test_selection_measures_one_step_and_whole_runs(bench: Bench) -> None:
     assert len(dense.calls) == len(dense.predictions) == 3
     found = {}
     for rejected, ranking in (("identity", "router"), ("identity", "random"), ("cached", "update")):
-        with selection.contender(task.pipe, checkpoint, rejected, ranking) as session:
+        with selection.ranked(task.pipe, checkpoint, rejected, ranking) as session:
             found[ranking] = task.measure(session, dense)
     assert all(row["one step"] > 0 and row["run"] > 0 for row in found.values())
     assert all(row["keep"] == pytest.approx(KEEP, abs=0.02) for row in found.values())

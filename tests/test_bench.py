@@ -13,86 +13,58 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 import shiva
-from shiva.graphs import GraphRunner, use_graphs
-from shiva.measure import figures, shapes
-from shiva.measure.anatomy import anatomy_sheet, measure_anatomy
-from shiva.measure.compiling import compile_sheet, count_graphs, export_steps, measure_compile
-from shiva.measure.compose import (
+from pipelines import PIPELINES, dit
+from reproduce.bench import figures
+from reproduce.bench.anatomy import ModuleClock, anatomy_table, measure_anatomy
+from reproduce.bench.compiling import compile_table, count_graphs, export_steps, measure_compile
+from reproduce.bench.compose import (
     MIXES,
     add_cache,
     attention_cache_refusals,
-    compose_sheet,
+    compose_table,
     measure_compose,
     mixes_without,
 )
-from shiva.measure.contenders import (
-    Contender,
+from reproduce.bench.presets import baseline_entries
+from reproduce.bench.roofline import DEVICES, Kernel, kernels_of, predict
+from reproduce.bench.scale import growth_table, measure_growth, measure_path, path_table
+from reproduce.bench.selector import OPERATORS, measure_selector, selector_table
+from reproduce.bench.train_cost import measure_train, train_table, trained_methods
+from shiva.api import attach
+from shiva.bench import shapes
+from shiva.bench.entries import (
+    Attached,
     Entry,
-    baseline_entries,
+    count_step,
     learned_shape,
     shiva_entry,
     sweep_entry,
     typical_row,
 )
-from shiva.measure.flops import flops_sheet, measure_flops
-from shiva.measure.roofline import DEVICES, Kernel, kernels_of, predict
-from shiva.measure.scale import growth_sheet, measure_growth, measure_path, path_sheet
-from shiva.measure.selector import OPERATORS, measure_selector, selector_sheet
-from shiva.measure.shapes import Shape, shape
-from shiva.measure.sheet import Sheet, fill_tables, publish
-from shiva.measure.step import measure_step, step_sheet
-from shiva.report.train_cost import measure_train, train_sheet, trained_methods
-from shiva.session import attach
+from shiva.bench.flops import flops_table, measure_flops
+from shiva.bench.shapes import Shape, shape
+from shiva.bench.step import measure_step, step_table
+from shiva.bench.table import Table, fill_tables, publish
+from shiva.cli import app
+from shiva.compiled import GraphRunner, use_graphs
+from shiva.show.figures import draw_step
 
 from tiny import BACKBONES, make_flux, make_sd3
 
-
-def tiny_sd3(shape: Shape) -> torch.nn.Module:
-    return shapes.SD3Transformer2DModel(
-        sample_size=16,
-        num_layers=shape.layers[0],
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=4096,
-        caption_projection_dim=16,
-        pooled_projection_dim=2048,
-        pos_embed_max_size=16,
-    )
-
-
-def tiny_flux(shape: Shape) -> torch.nn.Module:
-    return shapes.FluxTransformer2DModel(
-        num_layers=shape.layers[0],
-        num_single_layers=shape.layers[1],
-        attention_head_dim=16,
-        num_attention_heads=2,
-        axes_dims_rope=(4, 6, 6),
-        guidance_embeds=True,
-    )
-
-
-def brief(make: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """The same call with eight text tokens."""
-
-    def call(*arguments: Any) -> dict[str, Any]:
-        made = make(*arguments)
-        made["encoder_hidden_states"] = made["encoder_hidden_states"][:, :8]
-        if "txt_ids" in made:
-            made["txt_ids"] = made["txt_ids"][:8]
-        return made
-
-    return call
+TINY_SD3 = {"sample_size": 16, "attention_head_dim": 8, "num_attention_heads": 2, "caption_projection_dim": 16}
+TINY_SD3 |= {"pos_embed_max_size": 16}
+TINY_FLUX = {"attention_head_dim": 16, "num_attention_heads": 2, "axes_dims_rope": (4, 6, 6)}
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Shape]:
     """The benchmarks' shapes, with few channels and tokens behind the same names."""
-    builders = dict(shapes._BUILDERS)
-    builders["sd3-medium"] = (tiny_sd3, brief(builders["sd3-medium"][1]))
-    builders["flux-dev"] = (tiny_flux, brief(builders["flux-dev"][1]))
-    monkeypatch.setattr(shapes, "_BUILDERS", builders)
+    for name, tiny in (("sd3-medium", TINY_SD3), ("flux-dev", TINY_FLUX)):
+        known = shapes.SHAPES[name]
+        monkeypatch.setitem(shapes.SHAPES, name, replace(known, config={**known.config, **tiny}, text=8))
     return lambda name="sd3-medium", layers=4, **changes: shape(name, height=128, width=128, **changes).slice(layers)
 
 
@@ -117,9 +89,9 @@ def test_a_step_holds_shiva_against_every_baseline(small: Any, tmp_path: Path) -
     assert not skipped
     assert [row.name for row in results] == ["dense", *entries]
     assert min(results[1].limit, results[2].limit) > 1
-    sheet = step_sheet(chosen, results, skipped, "adaptive")
+    table = step_table(chosen, results, skipped, "adaptive")
     found = {"methods": [row.to_dict() for row in results]}
-    document = publish("step", tmp_path, [sheet], found, {}, figures.draw_step)
+    document = publish("step", tmp_path, [table], found, {}, draw_step)
     assert json.loads(document.read_text())["environment"]["packages"]["torch"]
     assert (tmp_path / "step.png").stat().st_size > 0
 
@@ -129,17 +101,17 @@ def test_a_method_that_does_not_fit_the_shape_is_left_out_with_its_reason(small:
     results, skipped = measure_step(small(layers=4), sparse, rounds=1, warmup=0)
     assert [row.name for row in results] == ["dense"]
     assert skipped[0].name == "sparsedit"
-    assert "left out" in step_sheet(small(), results, skipped, "").caption
+    assert "left out" in step_table(small(), results, skipped, "").caption
 
 
 def test_turns_are_new_runs_that_choose_anew_and_twins_share_weights(small: Any) -> None:
     model, call = small().build(), small().call()
-    contender = Contender(shiva_entry(0.5), model, call)
-    assert contender.transformer.proj_out.weight is model.proj_out.weight
+    attached = Attached(shiva_entry(0.5), model, call)
+    assert attached.transformer.proj_out.weight is model.proj_out.weight
     for _ in range(2):
-        contender.prepare()()
-        assert contender.session.ctx is not None
-        assert contender.session.ctx.branch == 0
+        attached.prepare()()
+        assert attached.session.ctx is not None
+        assert attached.session.ctx.branch == 0
 
 
 # -- anatomy, selector, scale, roofline ------------------------------------------------------------------
@@ -152,7 +124,18 @@ def test_anatomy_times_each_stage_and_counts_operators(small: Any, tmp_path: Pat
     assert results[0].path == 0
     assert results[1].operators > results[0].operators
     found = {"configurations": [vars(row) for row in results]}
-    publish("anatomy", tmp_path, [anatomy_sheet(chosen, results)], found, {}, figures.draw_anatomy)
+    publish("anatomy", tmp_path, [anatomy_table(chosen, results)], found, {}, figures.draw_anatomy)
+
+
+def test_no_module_is_timed_inside_another() -> None:
+    """Keys and values are projected inside of attention: timed by themselves too, they would count twice."""
+    model = make_sd3()
+    before = {module: len(module._forward_hooks) for module in model.modules()}
+    ModuleClock(model)
+    timed = [module for module in model.modules() if len(module._forward_hooks) > before[module]]
+    assert len(timed) == 2 * len(model.transformer_blocks)
+    for module in timed:
+        assert not [inner for inner in timed if inner is not module and inner in set(module.modules())]
 
 
 def test_selectors_keep_linear_memory_but_for_neuralsort_and_what_is_too_large_is_left_out(tmp_path: Path) -> None:
@@ -164,9 +147,9 @@ def test_selectors_keep_linear_memory_but_for_neuralsort_and_what_is_too_large_i
         assert kept[name, 128] / kept[name, 64] == pytest.approx(4 if quadratic else 2, rel=0.1), name
     limited = measure_selector((64, 1024), width=8, rounds=1, names=("Shiva", "NeuralSort (STE)"), limit=4e6)
     assert [row.skipped[:5] for row in limited] == ["", "", "", "needs"]
-    sheet = selector_sheet([*results, *limited], 8, 2)
+    table = selector_table([*results, *limited], 8, 2)
     rows = {"operators": [vars(row) for row in results]}
-    publish("selector", tmp_path, [sheet], rows, {}, figures.draw_selector)
+    publish("selector", tmp_path, [table], rows, {}, figures.draw_selector)
 
 
 def test_growth_and_the_roofline(small: Any, tmp_path: Path) -> None:
@@ -176,9 +159,9 @@ def test_growth_and_the_roofline(small: Any, tmp_path: Path) -> None:
     assert [(row.batch, row.layers) for row in growth] == [(1, 2), (2, 2)]
     predictions, _ = predict(small(), (0.6,))
     assert all(row.limit_ms <= row.expected_ms for row in predictions)
-    sheets = [path_sheet(small(), path), growth_sheet(small(), growth)]
+    tables = [path_table(small(), path), growth_table(small(), growth)]
     found = {"path": [vars(row) for row in path], "roofline": [vars(row) for row in predictions]}
-    publish("scale", tmp_path, sheets, found, {}, figures.draw_scale)
+    publish("scale", tmp_path, tables, found, {}, figures.draw_scale)
 
 
 def test_traffic_is_what_an_operator_reads_and_writes() -> None:
@@ -203,6 +186,15 @@ def test_the_emoji_shape_is_the_embedded_models() -> None:
     assert built(**shape("emoji").call("meta"))[0].shape == (2, 12, 16, 16)
 
 
+@pytest.mark.parametrize("family", ["sd3", "flux", "pixart", "dit"])
+def test_a_pipelines_folder_is_a_shape(family: str, tmp_path: Path) -> None:
+    pipe: Any = dit() if family == "dit" else PIPELINES[family].make()
+    pipe.transformer.save_pretrained(tmp_path / "mine" / "transformer")
+    chosen = replace(shape(str(tmp_path / "mine"), batch=2), height=64, width=64)
+    assert chosen.build("meta").config.num_layers == pipe.transformer.config.num_layers
+    assert count_step(chosen, shiva_entry(0.5)).true < count_step(chosen, None).true
+
+
 # -- train ----------------------------------------------------------------------------------------------
 
 
@@ -219,26 +211,22 @@ def test_an_optimizer_step_of_every_trained_method(small: Any) -> None:
         "dydit",
         "diffcr",
     ]
-    assert "plain DoRA" in train_sheet(small(), results, skipped).markdown()
+    assert "plain DoRA" in train_table(small(), results, skipped).markdown()
 
 
 # -- flops -----------------------------------------------------------------------------------------------
 
 
 def test_counted_flops_agree_with_the_price_of_the_tokens_and_meet_a_flops_budget() -> None:
-    contenders: dict[str, tuple[Any, float]] = {
-        "dense": (shiva.Dense(), 0.0),
-        "shiva": (shiva.Shiva(flops=0.7), 0.0),
-        "tomesd": (shiva.ToMeSD(ratio=0.25), 0.0),
-    }
+    methods = {"dense": shiva.Dense(), "shiva": shiva.Shiva(flops=0.7), "tomesd": shiva.ToMeSD(ratio=0.25)}
     chosen = shape("emoji")
-    dense, pruned, merged = measure_flops(chosen, contenders, steps=3)
+    dense, pruned, merged = measure_flops(chosen, methods, steps=3)
     assert dense.convention == pytest.approx(dense.with_own)
     assert dense.share == 1
     assert pruned.share == pytest.approx(0.72, abs=0.02), "the router's own products are on top"
     assert merged.share < 1
     assert all(row.with_own > row.convention for row in (pruned, merged))
-    assert "tomesd" in flops_sheet(chosen, [dense, pruned, merged], 3).markdown()
+    assert "tomesd" in flops_table(chosen, [dense, pruned, merged], 3).markdown()
 
 
 # -- compile, export, graphs -----------------------------------------------------------------------------
@@ -271,7 +259,7 @@ def test_a_compiled_step_is_one_graph(small: Any) -> None:
     results = measure_compile(small(), {"shiva 0.6": shiva_entry(0.6)}, rounds=1, warmup=0, backend="eager")
     assert [row.graphs for row in results] == [1, 1]
     assert all(row.deviation < 1e-4 for row in results)
-    compile_sheet(small(), results)
+    compile_table(small(), results)
     torch._dynamo.reset()
 
 
@@ -331,8 +319,8 @@ def test_without_cuda_graphs_say_so_and_steps_run_as_before() -> None:
     ("config", "message"),
     [
         (shiva.DyDiT(bias=0.0), "does not settle its token counts"),
-        (shiva.Shiva(budget=0.5, rejected="cached"), "carries tensors from step to step"),
-        (shiva.Shiva(budget=0.5, score="random"), "carries tensors from step to step"),
+        (shiva.Shiva(budget=0.5, fill="cached"), "carries tensors from step to step"),
+        (shiva.Ranked(budget=0.5, score="random"), "carries tensors from step to step"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(config: Any, message: str) -> None:
@@ -356,7 +344,7 @@ def test_cache_and_lora_compose_on_flux(small: Any, tmp_path: Path) -> None:
         row.parts: 1 if "cache" in row.parts else 2 for row in results
     }
     found = {"mixes": [{"name": row.name, **vars(row)} for row in results]}
-    publish("compose", tmp_path, [compose_sheet(small(), results, [])], found, {}, figures.draw_compose)
+    publish("compose", tmp_path, [compose_table(small(), results, [])], found, {}, figures.draw_compose)
 
 
 def test_parts_are_left_out_by_name() -> None:
@@ -403,8 +391,8 @@ def test_what_cannot_compose_is_refused_by_name(small: Any) -> None:
 def test_tables_are_written_into_their_places_only(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- bench:step -->\nold\n<!-- /bench -->\nb\n<!-- bench:train -->\nkeep\n<!-- /bench -->\n")
-    sheet = Sheet("Title", ("method", "step"), [("dense", "1 s")], "caption")
-    publish("step", tmp_path, [sheet], {}, {}, lambda document, path: None)
+    table = Table("Title", ("method", "step"), [("dense", "1 s")], "caption")
+    publish("step", tmp_path, [table], {}, {}, lambda document, path: None)
     assert fill_tables(page, tmp_path) == ["step"]
     text = page.read_text()
     assert "| dense | 1 s |" in text
@@ -425,6 +413,37 @@ def test_the_command_writes_a_file_and_a_figure(tmp_path: Path) -> None:
     assert "NeuralSort" in result.stdout
     assert json.loads((tmp_path / "selector.json").read_text())["benchmark"] == "selector"
     assert (tmp_path / "selector.png").is_file()
+
+
+def test_only_what_is_recorded_goes_to_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["bench", "selector", "--lengths", "16", "--width", "4", "--rounds", "1"]
+    for more, folder in (([], "outputs"), (["--record"], "results")):
+        assert not (tmp_path / folder).exists()
+        CliRunner().invoke(app, [*arguments, *more], catch_exceptions=False)
+        assert (tmp_path / folder / "bench" / "selector.json").is_file()
+
+
+def test_without_a_checkout_two_benchmarks_are_left_and_quote_nobody(
+    small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shiva.evaluate.checkout.MARK", Path("nowhere"))
+    listed = CliRunner().invoke(app, ["bench", "--help"]).output
+    assert "step" in listed
+    assert "anatomy" not in listed
+    arguments = ["--model", "emoji", "--layers", "2", "--rounds", "1", "--budgets", "0.6", "--sweeps", ""]
+    arguments += ["--baselines", "--output", str(tmp_path)]
+    CliRunner().invoke(app, ["bench", "step", *arguments], catch_exceptions=False)
+    table = json.loads((tmp_path / "step.json").read_text())["tables"][0]
+    assert {"dense", "shiva 0.6", "tomesd", "sdtm"} <= {row[0] for row in table["rows"]}
+    assert "paper" not in table["columns"]
+    CliRunner().invoke(
+        app, ["bench", "flops", "--model", "emoji", "--steps", "2", "--output", str(tmp_path)], catch_exceptions=False
+    )
+    counted = json.loads((tmp_path / "flops.json").read_text())["tables"][0]
+    assert "paper" not in counted["columns"]
+    assert "tomesd" in {row[0] for row in counted["rows"]}
+    assert "dydit" not in {row[0] for row in counted["rows"]}, "its counts are known only from data"
 
 
 def test_every_benchmark_is_a_command() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,12 @@ import accelerate
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import shiva
 from pipelines import PIPELINES
-from shiva.adapters import ADAPTER_NAME, remove_adapter
+from shiva.adapter import ADAPTER_NAME, remove_adapter
 from shiva.checkpoint import CONFIG_FILE, WEIGHTS_FILE, may_be_hub_id, write_atomically
 
 from tiny import BACKBONES, make_flux, make_sd3, randomized
@@ -252,7 +256,7 @@ def test_a_lora_fused_after_attach_is_not_undone(dtype: torch.dtype) -> None:
 
 FOREIGN_ADAPTERS = {
     "another way of making weights": (lambda a: a["adapter_config"].update(init_lora_weights="pissa"), "init_lora"),
-    "another size": (lambda a: a["adapter_config"].update(r=7), "size mismatch"),
+    "another size": (lambda a: a["adapter_config"].update(r=7), "config has r=7, but .* is of rank 4"),
 }
 
 
@@ -326,7 +330,85 @@ def with_nan(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def rewritten(tmp_path: Path, **changes: Any) -> Path:
+    """A checkpoint with some tensors of its weights file put in, or left out."""
+    path = saved(tmp_path) / WEIGHTS_FILE
+    tensors = {**load_file(path), **changes}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+    return tmp_path
+
+
+def adapted(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """A checkpoint with an adapter, its parts changed."""
+    made = adapter(make_sd3())
+    change(made)
+    shiva.ShivaCheckpoint.of(varied_method(make_sd3()), **made).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def without(part: str) -> Callable[[dict[str, Any]], None]:
+    def drop(made: dict[str, Any]) -> None:
+        made["adapter_weights"] = {n: t for n, t in made["adapter_weights"].items() if part not in n}
+
+    return drop
+
+
+def with_a_link(tmp_path: Path) -> Path:
+    path = adapted(tmp_path / "checkpoint", lambda made: None) / "adapter" / "adapter_model.safetensors"
+    path.rename(tmp_path / "elsewhere.safetensors")
+    path.symlink_to(tmp_path / "elsewhere.safetensors")
+    return tmp_path / "checkpoint"
+
+
+def as_json(tmp_path: Path, text: str) -> Path:
+    (saved(tmp_path) / CONFIG_FILE).write_text(text)
+    return tmp_path
+
+
+SCORE = "routers.routers.0.score.weight"
 BROKEN = {
+    "a list": (lambda p: as_json(p, "[1]"), "config.json holds a list, not a mapping"),
+    "deep nesting": (lambda p: as_json(p, "[" * 100_000), "is not valid JSON"),
+    "not text": (lambda p: as_json(p, "\0"), "is not valid JSON"),
+    "options as a list": (lambda p: edited(p, options=[1]), "options=[1] is not a mapping"),
+    "a text for a number": (lambda p: edited(p, options={"budget": "0.5"}), "budget='0.5' is not a number"),
+    "a share for a layer": (lambda p: edited(p, options={"dense": [0.5]}), "dense[0]=0.5 is not a whole number"),
+    "infinity": (lambda p: edited(p, options={"age": float("inf")}), "age=inf is not finite"),
+    "a wide router": (lambda p: edited(p, options={"bottleneck": 60_000}), "its options say (2, 60000)"),
+    "a router of a billion": (lambda p: edited(p, options={"bottleneck": 10**9}), "bottleneck=1000000000 is above"),
+    "other sharing": (lambda p: edited(p, options={"sharing": "independent"}), "has no routers.routers.2"),
+    "layers without end": (lambda p: edited(p, backbone={"layers": 10**12}), "backbone.layers=1000000000000 is above"),
+    "a width of text": (lambda p: edited(p, backbone={"width": "32"}), "backbone.width='32' is not a whole number"),
+    "no layers": (lambda p: edited(p, backbone={"layers": 0}), "backbone.layers=0 is not at least 1"),
+    "eight bits": (lambda p: rewritten(p, **{SCORE: torch.ones(1, 64, dtype=torch.int8)}), "in torch.int8"),
+    "another shape": (
+        lambda p: rewritten(p, **{SCORE: torch.ones(1, 63)}),
+        "(1, 63), its options say (1, 64)",
+    ),
+    "a weight too few": (lambda p: rewritten(p, **{SCORE: None}), f"has no {SCORE}"),
+    "a weight too many": (lambda p: rewritten(p, extra=torch.ones(1)), "has a extra, which has no place"),
+    "no table": (lambda p: rewritten(p, **{"table.logits": None}), "the table in shiva.safetensors has no logits"),
+    "NaN times": (
+        lambda p: rewritten(p, **{"table.timesteps": torch.tensor([1e3, torch.nan, 0.0], dtype=torch.float64)}),
+        "a timestep that is not finite",
+    ),
+    "NaN logits": (
+        lambda p: rewritten(p, **{"table.logits": torch.full((3, 4), torch.nan)}),
+        "the table holds NaN",
+    ),
+    "an adapter without weights": (lambda p: adapted(p, without("")), "the adapter's file holds no lora_A"),
+    "an adapter without lora_A": (lambda p: adapted(p, without("lora_A")), "the adapter's file holds no lora_A"),
+    "an adapter without one of them": (lambda p: adapted(p, without("blocks.1.attn.to_q.lora_A")), "lora_A"),
+    "an adapter without magnitudes": (lambda p: adapted(p, without("magnitude")), "the adapter has no"),
+    "an adapter of another rank": (
+        lambda p: adapted(p, lambda made: made["adapter_config"].update(r=60_000)),
+        "config has r=60000, but",
+    ),
+    "an adapter by a pattern": (
+        lambda p: adapted(p, lambda made: made["adapter_config"].update(target_modules=".*")),
+        "target_modules='.*' is not a list",
+    ),
+    "a link that leaves the folder": (with_a_link, "is a link that leaves"),
     "not a safetensors file": (truncated, "not a whole safetensors file"),
     "no weights": (without_weights, "is missing; save the checkpoint again"),
     "NaN weights": (with_nan, "policy.anchor"),
@@ -417,3 +499,74 @@ def test_a_table_with_dense_layers_of_its_own_keeps_them() -> None:
     method = varied_method(model)
     method.set_schedule(shiva.RatioSchedule.flat(0.5, 4, dense=(3,)))
     assert shiva.ShivaCheckpoint.of(method).method().dense_layers() == {3}
+
+
+def test_a_file_in_the_hubs_cache_is_a_link_to_its_store(tmp_path: Path) -> None:
+    snapshot = saved(tmp_path / "models--a--b" / "snapshots" / "1")
+    store = tmp_path / "models--a--b" / "blobs"
+    store.mkdir()
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        (snapshot / name).rename(store / name)
+        (snapshot / name).symlink_to(store / name)
+    shiva.attach(make_sd3(), snapshot).detach()
+
+
+def test_sizes_in_json_are_compared_before_anything_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device a router of 65,536 takes no memory, and it is not the file's."""
+    path, built, build = edited(tmp_path, options={"bottleneck": 65_536}), [], shiva.Shiva.build
+    monkeypatch.setattr(shiva.Shiva, "build", lambda self, spec: built.append(build(self, spec)) or built[-1])
+    with pytest.raises(ValueError, match=r"its options say \(2, 65536\)"):
+        shiva.attach(make_sd3(), path)
+    assert [{p.device.type for p in method.parameters()} for method in built] == [{"meta"}]
+
+
+def test_attach_of_a_checkpoint_leaves_the_random_generator_where_it_was(tmp_path: Path) -> None:
+    path = adapted(tmp_path, lambda made: None)
+    model = make_sd3()
+    before = torch.random.get_rng_state()
+    shiva.attach(model, path).detach()
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@torch.no_grad()
+def test_saving_under_an_adapter_writes_the_original_weights(tmp_path: Path) -> None:
+    tiny = PIPELINES["sd3"]
+    pipe = tiny.load(tmp_path / "pipe")
+    checkpoint = shiva.ShivaCheckpoint.of(varied_method(pipe.transformer), **adapter(tiny.load(tmp_path).transformer))
+    originals = {name: p.clone() for name, p in pipe.transformer.named_parameters()}
+    signature, own = inspect.signature(pipe.transformer.save_pretrained), set(vars(pipe.transformer))
+    session = shiva.attach(pipe, checkpoint)
+    folded = {name: p.clone() for name, p in pipe.transformer.named_parameters()}
+    assert any(not torch.equal(folded[name], originals[name]) for name in originals)
+    assert inspect.signature(pipe.transformer.save_pretrained) == signature
+    pipe.transformer.save_pretrained(tmp_path / "alone")
+    pipe.save_pretrained(tmp_path / "whole")
+    assert all(torch.equal(p, folded[name]) for name, p in pipe.transformer.named_parameters())
+    for folder in (tmp_path / "alone", tmp_path / "whole" / "transformer"):
+        written = type(pipe.transformer).from_pretrained(folder)
+        assert all(torch.equal(p, originals[name]) for name, p in written.named_parameters())
+    session.detach()
+    assert set(vars(pipe.transformer)) == own
+    assert all(torch.equal(p, originals[name]) for name, p in pipe.transformer.named_parameters())
+
+
+def test_saving_is_refused_where_the_original_weights_are_not_in_reach(tmp_path: Path) -> None:
+    model, _, checkpoint = adapted_sd3()
+    model.transformer_blocks[0].attn.to_q.__class__ = Foreign
+    session = shiva.attach(model, checkpoint)
+    with pytest.raises(ValueError, match=r"detach\(\) first"):
+        model.save_pretrained(tmp_path)
+    session.detach()
+    assert "save_pretrained" not in vars(model)
+
+
+def test_a_checkpoint_that_keeps_everything_says_that_its_adapter_stays(caplog: pytest.LogCaptureFixture) -> None:
+    model, _, checkpoint = adapted_sd3()
+    with caplog.at_level(logging.WARNING, "shiva"), shiva.attach(model, checkpoint, budget=0.5) as session:
+        assert "its adapter in the weights" in repr(session)
+        assert not caplog.records
+        session.set_budget(1.0)
+        assert "adapter stays in the weights" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "shiva"), shiva.attach(model, checkpoint, budget=1.0):
+        assert len(caplog.records) == 1

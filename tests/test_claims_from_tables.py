@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from experiments import FROM_TABLES, cost_tables, quality_tables, speed_tables
-from experiments.common import KEPT, Result
-from experiments.tables import Reading, Tables, beyond, near, rows
+from reproduce.claims import FROM_TABLES, cost_tables, quality_tables, speed_tables
+from reproduce.claims.common import KEPT, Result
+from reproduce.claims.tables import Reading, Tables, beyond, near, rows
 
 YES, PARTLY, NO = "reproduced", "reproduced in direction", "not reproduced"
 
 
 @pytest.fixture(scope="module", params=FROM_TABLES)
 def module(request: pytest.FixtureRequest) -> Any:
-    return importlib.import_module(f"experiments.{request.param}")
+    return importlib.import_module(f"reproduce.claims.{request.param}")
 
 
 def test_committed_claims_are_those_of_the_committed_tables(module: Any) -> None:

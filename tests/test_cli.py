@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from PIL import Image
 
+import shiva as package
 from shiva.cli import main
+from shiva.cli.terminal import explain
 
 REPOSITORY = Path(__file__).parent.parent
 EMOJI = REPOSITORY / "models" / "emoji"
@@ -24,7 +30,7 @@ def shiva(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_help_names_every_command() -> None:
     result = shiva("--help")
     assert result.returncode == 0
-    for command in ("demo", "generate", "train", "bench", "report", "serve"):
+    for command in ("demo", "generate", "fit", "train", "bench", "report", "serve"):
         assert command in result.stdout
 
 
@@ -40,6 +46,129 @@ def test_a_missing_model_says_what_to_do(tmp_path: Path) -> None:
     result = shiva("generate", tmp_path / "nowhere", "a fox", "--output", tmp_path)
     assert result.returncode == 2
     assert "does not load as a diffusers pipeline" in result.stderr
+
+
+HEAVY = ("torch", "diffusers", "transformers", "matplotlib", "gradio", "datasets", "accelerate", "peft", "pandas")
+
+
+@pytest.mark.parametrize("code", ["import shiva", "import shiva.cli", "main()"], ids=["shiva", "cli", "help"])
+def test_only_what_is_needed_is_imported(code: str) -> None:
+    start = "import sys; sys.argv = ['shiva', '--help']\nfrom contextlib import suppress\n"
+    run = "from shiva.cli import main\nwith suppress(SystemExit): main()" if code == "main()" else code
+    end = f"\nprint([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", start + run + end], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+@pytest.mark.parametrize("module", ["shiva.api", "shiva.checkpoint", "shiva.training.recipe", "shiva.evaluate.images"])
+def test_every_way_in_knows_the_methods(module: str) -> None:
+    code = f"import {module}; from shiva.core.method import MethodConfig; print('Shiva' in MethodConfig.known)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(getattr(package, name) is not None for name in package.__all__)
+    assert set(package.__all__) <= set(dir(package))
+    with pytest.raises(AttributeError, match="no attribute 'attache'"):
+        package.attache  # noqa: B018
+
+
+def test_the_version_is_said(call: Call) -> None:
+    assert call("--version") == (0, f"shiva {package.__version__}\n", "")
+
+
+def full() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run.json")
+
+
+REFUSED = [
+    (ValueError("ratio=2 is above 1;\n  pass less"), "error: ratio=2 is above 1; pass less"),
+    (FileNotFoundError("x is not here; pass y"), "error: x is not here; pass y"),
+    (ImportError("gradio is not here: pip install it"), "error: gradio is not here: pip install it"),
+    (NotADirectoryError(errno.ENOTDIR, "Not a directory", "a/b"), "error: a/b: Not a directory; pass another path"),
+    (FileExistsError(errno.EEXIST, "File exists", "a"), "error: a: File exists; pass another path"),
+    (full(), "error: run.json: No space left on device; make room and run the same command again"),
+    (yaml.scanner.ScannerError("while scanning", None, "found a tab"), "error: this is not YAML: while scanning"),
+]
+
+
+@pytest.mark.parametrize(("error", "line"), REFUSED, ids=[type(error).__name__ for error, _ in REFUSED])
+def test_what_a_person_can_mend_is_one_line(error: Exception, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(error) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(line)
+
+
+def test_what_only_we_can_mend_says_where_to_report_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyError) as caught:
+        raise KeyError("oops")
+    assert explain(caught.value) == 1
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert "report it" in first
+    assert rest[0].startswith("Traceback")
+    assert rest[-1] == "KeyError: 'oops'"
+
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """A command in this process: exit code, output, errors."""
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["shiva", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        told = capsys.readouterr()
+        return int(stop.value.code or 0), told.out, told.err
+
+    return run
+
+
+MISTAKES: list[tuple[tuple[str, ...], str]] = [
+    (("generate", "m", "a fox", "--method", "ToMeSD", "--set", "ratio"), "--set ratio has no value; pass --set key="),
+    (("generate", "m", "a fox", "--method", "ToMeSD", "--set", "ratio=[1"), "--set ratio=[1 does not read as YAML"),
+    (("generate", "m", "a fox", "--method", "ToMeSD", "--set", "ratoi=1"), "did you mean 'ratio'?"),
+    (("generate", "m", "a fox", "--method", "SelectConfig"), "shiva has no method 'SelectConfig'; known keys: "),
+    (("generate", "m", "a fox", "--device", "nowhere"), "--device nowhere is not here"),
+    (("generate", "m", "a fox", "--device", "meta:x"), "--device meta:x is not here"),
+    (("generate", "m", "a fox", "--output", "{file}/x"), "is a file, so nothing can be written"),
+    (("eval", "m", "--methods", "ToMeSD", "--prompts", "{file}", "--device", "nowhere"), "--device nowhere"),
+    (("eval", "m", "--methods", "{tab}"), "is not YAML"),
+    (("eval", "m", "--methods", "{flat}"), "candidate 'ToMeSD' is 0.5; write a mapping"),
+    (("eval", "m", "--methods", "ToMeSD", "--output", "{file}"), "is a file, so nothing can be written"),
+    (("bench", "step", "--output", "{file}/x"), "is a file, so nothing can be written"),
+    (("bench", "step", "--budgets", "0.6,x"), "--budgets 0.6,x holds what is no number"),
+    (("bench", "step", "--record", "--output", "x"), "exclude each other"),
+    (("validate", "--record", "--only", "jacobian"), "--record does not go with a quick run"),
+    (("report", "{file}", "--output", "page.html"), "is neither a folder nor a .json file"),
+    (("report", "results/bench/step.json", "--output", "{file}/page.html"), "is a file, so nothing can be written"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=[" ".join(given[:7]) for given, _ in MISTAKES])
+def test_a_mistake_is_refused_before_any_work(
+    arguments: tuple[str, ...], message: str, call: Call, tmp_path: Path
+) -> None:
+    files = {"file": "a fox", "tab": "candidates:\n\t- x", "flat": "candidates: {ToMeSD: 0.5}"}
+    for name, text in files.items():
+        (tmp_path / f"{name}.{'txt' if name == 'file' else 'yaml'}").write_text(text)
+    paths = {path.stem: str(path) for path in tmp_path.iterdir()}
+    code, _, told = call(*(part.format(**paths) if "{" in part else part for part in arguments))
+    assert code == 2, told
+    assert message in " ".join(told.split())
+    assert "Traceback" not in told
+
+
+def test_outside_a_checkout_the_papers_part_is_missed_by_name(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shiva.evaluate.checkout.MARK", Path("nowhere"))
+    code, _, told = call("validate")
+    assert (code, told) == (2, "error: reproduce/ is not here; run shiva validate in a checkout of the repository\n")
+    code, _, told = call("eval", "m", "--methods", "ToMeSD", "--protocol", "seeds")
+    assert code == 2
+    assert "--protocol has no option 'seeds'; known keys: all, main, matched" in told
 
 
 WRONG_CALLS = [
@@ -64,7 +193,7 @@ class UNetPipeline:
 def test_a_method_that_a_pipeline_cannot_run_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("shiva.report.command.load_with_arguments", lambda *given: (UNetPipeline(), {}))
+    monkeypatch.setattr("shiva.evaluate.drawing.load_with_arguments", lambda *given: (UNetPipeline(), {}))
     call = ("generate", "a U-Net", "a fox", "--method", "ToMeSD", "--output", str(tmp_path))
     monkeypatch.setattr("sys.argv", ["shiva", *call])
     with pytest.raises(SystemExit) as stop:
@@ -75,7 +204,7 @@ def test_a_method_that_a_pipeline_cannot_run_is_one_line(
 
 @pytest.mark.slow
 def test_generate_writes_images_and_what_was_spared(tmp_path: Path) -> None:
-    method = ("--method", "Shiva", "--preset", "sweep", "--budget", "0.4", "--dtype", "bfloat16")
+    method = ("--method", "sweep", "--budget", "0.4", "--dtype", "bfloat16")
     result = shiva("generate", EMOJI, "red apple", "a fox", *method, "--steps", "3", "--output", tmp_path)
     assert result.returncode == 0, result.stderr
     assert Image.open(tmp_path / "000-red-apple.png").size == (64, 64)
@@ -88,14 +217,14 @@ def test_generate_writes_images_and_what_was_spared(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_demo_writes_a_page_that_needs_no_network(tmp_path: Path) -> None:
-    lineup = tmp_path / "methods.yaml"
-    lineup.write_text(
-        "contenders:\n"
+    candidates = tmp_path / "methods.yaml"
+    candidates.write_text(
+        "candidates:\n"
         "  ToMeSD: {method: ToMeSD}\n"
         "  LapSum: {checkpoint: models/nowhere, train: shiva train mine.yaml}\n"
         "  Shiva 60: {checkpoint: models/shiva/60}\n"
     )
-    result = shiva("demo", "--methods", lineup, "--steps", "3", "--output", tmp_path)
+    result = shiva("demo", "--methods", candidates, "--steps", "3", "--output", tmp_path)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "index.html").as_uri() in result.stdout
     assert "left out: LapSum: models/nowhere is not here; train it: shiva train mine.yaml" in result.stdout

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import shiva
-from shiva import pricing
+from shiva import cost
 from shiva.backbones.base import Site
+from shiva.bench.shapes import shape
 from shiva.core.cost import SiteCost, count
-from shiva.measure.shapes import shape
-from shiva.pricing import site_cost
+from shiva.cost import site_cost
 
 from tiny import BACKBONES
 
@@ -41,8 +41,9 @@ def test_the_price_of_a_reduced_step_is_what_torch_counts(backbone: str) -> None
             context = session.ctx
             assert context is not None
             tokens = torch.randn(2, 64, session.spec.width)
-            context.memory.clear()
-            router = count(lambda: [session.method.scores(tokens, layer, context) for layer in (1, 2, 3)])
+            context.now = session.method.new_step()
+            places = [site for site in session.hooks.reduced() if site.layer in (1, 2, 3)]
+            router = count(lambda: [session.method.scores(tokens, site, context) for site in places])
         counts = context.counts
         assert priced.dense.true == dense.true
         assert priced.step(counts).true == whole.true - signals.true - router.true
@@ -57,13 +58,13 @@ def test_blocks_of_one_make_are_counted_once(backbone: str, monkeypatch: pytest.
         counted.append(site.name)
         return site_cost(site, *rest)
 
-    monkeypatch.setattr(pricing, "site_cost", price)
+    monkeypatch.setattr(cost, "site_cost", price)
     tiny = BACKBONES[backbone]
     model = tiny.make()
     with shiva.attach(model, shiva.Shiva(budget=0.5)) as session, torch.no_grad():
         model(**tiny.call(2, 8, 8))
         together = session.cost_model()
         once = len(counted)
-        monkeypatch.setattr(pricing, "what_prices", lambda site, *rest: site.name)
+        monkeypatch.setattr(cost, "what_prices", lambda site, *rest: site.name)
         assert session.cost_model() == together
     assert once < len(counted) - once == len(together.layers)

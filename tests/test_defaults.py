@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from experiments import budget_on_model, router_context, router_estimators, router_sharing, temperatures
-from experiments.common import KEPT, ordered
-from experiments.embedded import KEEP, TEMPERATURES, Variant
+from reproduce.claims import budget_on_model, router_context, router_estimators, router_sharing, temperatures
+from reproduce.claims.common import KEPT, ordered
+from reproduce.claims.embedded import KEEP, TEMPERATURES, Variant
 from shiva.methods.shiva import Shiva
-from shiva.training.recipe import WEIGHTS
-from shiva.training.stages import Temperatures
+from shiva.training.sections import WEIGHTS, Temperatures
 
 
 def rows_of(name: str, *inside: str) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from recipes.emoji.assemble import LIMIT, verify
 from recipes.emoji.common import load_data
 from recipes.emoji.placeholder import load_without_t5
 from recipes.emoji.score import autoencoder_psnr, generate
-from shiva.measure.quality.distances import retrieval
-from shiva.measure.quality.text import TextImageScore
+from reproduce.metrics.distances import retrieval
+from reproduce.metrics.text import TextImageScore
 
 MODEL = Path(__file__).parents[1] / "models" / "emoji"
 pytestmark = pytest.mark.skipif(not (MODEL / "model_index.json").exists(), reason="models/emoji is not committed yet")

@@ -16,18 +16,18 @@ from diffusers import StableDiffusion3Pipeline
 from recipes.emoji import data as emoji_data
 from recipes.emoji.assemble import assemble, load_pipeline, verify
 from recipes.emoji.autoencoder import make_autoencoder, psnr, save_folder
-from recipes.emoji.captions import build_tokenizer, captions_of
-from recipes.emoji.common import PARQUET, load_data, write_atomic
+from recipes.emoji.captions import build_tokenizer, captions_of, own_tags, paraphrases_of
+from recipes.emoji.common import load_data, parquet, write_atomic
 from recipes.emoji.conditioning import TextEncoder
-from recipes.emoji.flow import flow_loss, logit_normal, make_transformer, sample, start_gently
+from recipes.emoji.flow import flow_loss, logit_normal, make_transformer, sample, start_from, start_gently
 from recipes.emoji.optim import Optimizers, orthogonalize
 from recipes.emoji.placeholder import load_without_t5
 from recipes.emoji.score import generate, score_images
 from recipes.emoji.towers import make_text_tower
 from recipes.emoji.transformer import Clock, load_state, rate_factor, save_state, update_ema
 from recipes.emoji.vision import distort, make_vision_tower
-from shiva.measure.quality.distances import frechet_distance, kernel_distance, retrieval
-from shiva.measure.quality.text import TextImageScore
+from reproduce.metrics.distances import frechet_distance, kernel_distance, retrieval
+from reproduce.metrics.text import TextImageScore
 
 
 def tiny_run(channels: int = 4) -> tuple:
@@ -65,12 +65,13 @@ def folder(state: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_parquet_is_what_the_issue_asks_for() -> None:
-    rows = emoji_data.read_parquet(PARQUET)
+@pytest.mark.parametrize("size", [64, 128])
+def test_parquet_is_what_the_issue_asks_for(size: int) -> None:
+    rows = emoji_data.read_parquet(parquet(size))
     columns = {"pixels", "label", "tags", "group", "subgroup", "codepoint", "style", "split", "core"}
     assert set(rows[0]) == columns
-    assert PARQUET.stat().st_size < 25e6
-    assert all(row["pixels"].shape == (64, 64, 3) for row in rows)
+    assert parquet(size).stat().st_size < 30e6
+    assert all(row["pixels"].shape == (size, size, 3) for row in rows)
     assert len({row["codepoint"] for row in rows}) == len(rows) > 1500
     groups = {row["group"] for row in rows}
     assert len(groups) == 8
@@ -80,16 +81,22 @@ def test_parquet_is_what_the_issue_asks_for() -> None:
         assert 0.05 < core.count("validation") / len(core) < 0.12
 
 
+def test_both_sizes_have_the_same_rows() -> None:
+    small, large = (emoji_data.read_parquet(parquet(size)) for size in (64, 128))
+    for row, other in zip(small, large, strict=True):
+        assert {k: v for k, v in row.items() if k != "pixels"} == {k: v for k, v in other.items() if k != "pixels"}
+
+
 def test_datasets_reads_the_parquet(tmp_path: Path) -> None:
     import datasets
 
-    table = datasets.load_dataset("parquet", data_files=str(PARQUET), split="train", cache_dir=str(tmp_path))
+    table = datasets.load_dataset("parquet", data_files=str(parquet()), split="train", cache_dir=str(tmp_path))
     assert table[0]["image"].size == (64, 64)
     assert isinstance(table[0]["tags"], list)
 
 
 def test_split_and_hash_do_not_depend_on_row_order() -> None:
-    rows = emoji_data.read_parquet(PARQUET)
+    rows = emoji_data.read_parquet(parquet())
     digest, splits = emoji_data.content_hash(rows), {row["codepoint"]: row["split"] for row in rows}
     random.Random(0).shuffle(rows)
     emoji_data.mark_split(rows)
@@ -237,6 +244,21 @@ def test_orthogonalize_evens_the_singular_values(shape: tuple[int, ...]) -> None
     values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)))
     assert values.min() > 0.5
     assert values.max() < 1.3
+
+
+def test_a_larger_model_starts_from_the_smaller_ones_weights_and_places() -> None:
+    small, large = make_transformer(4, width=32, layers=1, text=32), make_transformer(4, 32, 1, 32, side=32)
+    start_from(large, small)
+    places = large.pos_embed.pos_embed.reshape(32, 32, -1)
+    torch.testing.assert_close(places[::2, ::2], small.pos_embed.pos_embed.reshape(16, 16, -1))
+    assert torch.equal(large.proj_out.weight, small.proj_out.weight)
+
+
+def test_paraphrases_use_what_only_this_label_has() -> None:
+    synonyms = own_tags(["Hamburger", "Pizza"], [["burger", "food"], ["food", "hamburger", "slice"]])
+    assert synonyms == [["burger"], ["slice"]]
+    said = paraphrases_of("Hamburger", "food-drink", synonyms[0], 64, random.Random(0))
+    assert {"a hamburger", "a slice of hamburger", "hamburgers", "a burger"} < set(said)
 
 
 def test_noise_levels_cover_each_batch_evenly() -> None:

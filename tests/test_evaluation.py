@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import os
 import signal
@@ -16,31 +18,35 @@ from typing import Any, cast
 
 import pytest
 import torch
+from diffusers import SD3Transformer2DModel
 from PIL import Image
 from typer.testing import CliRunner
 
-from pipelines import call_sd3, sd3
+import shiva
+from pipelines import call_sd3, dit, sd3
+from reproduce.protocols import PROTOCOLS, leading_first
 from shiva.cli import app
-from shiva.measure.evaluation.command import read_seeds
-from shiva.measure.evaluation.comparisons import leading_first, stands
-from shiva.measure.evaluation.cost import Prices, record, replay
-from shiva.measure.evaluation.evaluation import Evaluation
-from shiva.measure.evaluation.lineup import Contender, Lineup, read_lineup
-from shiva.measure.evaluation.match import TOLERANCE, matched
-from shiva.measure.evaluation.paired import Paired
-from shiva.measure.evaluation.protocols import PROTOCOLS, Found
-from shiva.measure.evaluation.run import Settings, noise_seed
-from shiva.measure.evaluation.workers import Workers
-from shiva.measure.prompts import Prompt, PromptSet
-from shiva.measure.quality import METRICS, Tools, chosen
+from shiva.cli.generate import choose, generate
+from shiva.cli.terminal import numbers
+from shiva.evaluate.candidates import Candidate, Candidates, read_candidates
+from shiva.evaluate.costs import Prices, record, replay
+from shiva.evaluate.drawing import noise_seed
+from shiva.evaluate.evaluation import Evaluation
+from shiva.evaluate.images import Settings
+from shiva.evaluate.match import TOLERANCE, matched
+from shiva.evaluate.metrics import METRICS, Tools, chosen
+from shiva.evaluate.prompts import Prompt, PromptSet
+from shiva.evaluate.protocols import Found
+from shiva.evaluate.tables import Paired, rank_word
+from shiva.evaluate.workers import Workers
 
 REPOSITORY = Path(__file__).parents[1]
 PROMPTS = PromptSet("three", tuple(Prompt(text, group) for text, group in (("a", "x"), ("b", "x"), ("c", "y"))))
-LINEUP = {
-    "dense": Contender(),
-    "dense again": Contender(),
-    "ToMeSD": Contender(method="ToMeSD"),
-    "random": Contender(method="Shiva", options={"budget": 0.5, "score": "random"}, preset="official"),
+CANDIDATES = {
+    "dense": Candidate(),
+    "dense again": Candidate(),
+    "ToMeSD": Candidate(method="ToMeSD", preset="paper"),
+    "random": Candidate(method="Ranked", options={"budget": 0.5, "score": "random"}, preset="official"),
 }
 
 
@@ -87,7 +93,7 @@ def evaluation(tmp_path: Path, pipe: Prompted) -> Evaluation:
 
 def make(folder: Path, pipe: Prompted, **changes: Any) -> Evaluation:
     given: dict[str, Any] = {
-        "lineup": Lineup(LINEUP, {"seeds": ["dense", "dense again", "random"]}),
+        "candidates": Candidates(CANDIDATES, {"seeds": ["dense", "dense again", "random"]}),
         "settings": Settings("tiny", None, steps=2, guidance=3.0),
         "metrics": chosen(["psnr", "mse"], Tools()),
         "prompts": PROMPTS,
@@ -113,25 +119,25 @@ def images(folder: Path) -> dict[str, bytes]:
 
 def test_images_are_made_once_and_the_rest_on_the_next_run(evaluation: Evaluation, pipe: Prompted) -> None:
     run = evaluation.run()
-    assert evaluation.generate(run, ["dense", "ToMeSD"], [0]) == ["dense", "ToMeSD"]
+    assert evaluation.complete(run, ["dense", "ToMeSD"], [0]) == ["dense", "ToMeSD"]
     first, stamps = images(run.folder), {p: p.stat().st_mtime_ns for p in run.folder.glob("images/*/*/*.png")}
     assert len(first) == 6
     gone = run.path("ToMeSD", 0, 1)
     gone.unlink()
     made = len(pipe.noise)
-    evaluation.generate(run, ["dense", "ToMeSD"], [0])
+    evaluation.complete(run, ["dense", "ToMeSD"], [0])
     assert len(pipe.noise) == made + 1
     assert images(run.folder) == first
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items() if path != gone)
     manifest = json.loads((run.folder / "run.json").read_text())
-    assert manifest["contenders"]["ToMeSD"]["config"]["options"]["ratio"] == 0.25
+    assert manifest["candidates"]["ToMeSD"]["config"]["options"]["ratio"] == 0.25
     assert [prompt["text"] for prompt in manifest["prompts"]] == ["a", "b", "c"]
     assert manifest["seeds"] == [0]
 
 
-def test_every_contender_gets_the_same_noise_and_every_image_another(evaluation: Evaluation, pipe: Prompted) -> None:
+def test_every_candidate_gets_the_same_noise_and_every_image_another(evaluation: Evaluation, pipe: Prompted) -> None:
     made = len(pipe.noise)
-    evaluation.generate(evaluation.run(), ["dense", "random"], [0, 1])
+    evaluation.complete(evaluation.run(), ["dense", "random"], [0, 1])
     dense, random = pipe.noise[made : made + 6], pipe.noise[made + 6 :]
     assert dense == random
     assert len(set(dense)) == 6
@@ -147,54 +153,56 @@ def test_noise_of_many_seeds_and_prompts_never_repeats() -> None:
 
 
 def test_a_changed_config_under_the_same_name_is_an_error(evaluation: Evaluation, pipe: Prompted) -> None:
-    evaluation.generate(evaluation.run(), ["ToMeSD"], [0])
-    other = Lineup({**LINEUP, "ToMeSD": Contender(method="ToMeSD", options={"ratio": 0.5})})
-    changed = make(evaluation.folder, pipe, lineup=other)
-    with pytest.raises(ValueError, match=r"options.ratio is 0.5, was 0.25; give the contender another name"):
-        changed.generate(changed.run(), ["ToMeSD"], [0])
+    evaluation.complete(evaluation.run(), ["ToMeSD"], [0])
+    other = Candidates({**CANDIDATES, "ToMeSD": Candidate(method="ToMeSD", preset="paper", options={"ratio": 0.5})})
+    changed = make(evaluation.folder, pipe, candidates=other)
+    with pytest.raises(ValueError, match=r"options.ratio is 0.5, was 0.25; give the candidate another name"):
+        changed.complete(changed.run(), ["ToMeSD"], [0])
     renamed = make(
-        evaluation.folder, pipe, lineup=Lineup({"tomesd": Contender(method="ToMeSD", options={"ratio": 0.5})})
+        evaluation.folder,
+        pipe,
+        candidates=Candidates({"tomesd": Candidate(method="ToMeSD", preset="paper", options={"ratio": 0.5})}),
     )
     with pytest.raises(ValueError, match=r"images of 'tomesd' made otherwise: options.ratio is 0.5, was 0.25"):
-        renamed.generate(renamed.run(), ["tomesd"], [0])
+        renamed.complete(renamed.run(), ["tomesd"], [0])
     slower = make(evaluation.folder, pipe, settings=Settings("tiny", None, steps=3, guidance=3.0))
     with pytest.raises(ValueError, match="steps is 3, was 2; pass another --output"):
-        slower.generate(slower.run(), ["ToMeSD"], [0])
+        slower.complete(slower.run(), ["ToMeSD"], [0])
     fewer = make(evaluation.folder, pipe, prompts=PROMPTS.limited(2))
     with pytest.raises(ValueError, match="2 prompts, not the same as the 3 there"):
-        fewer.generate(fewer.run(), ["ToMeSD"], [0])
+        fewer.complete(fewer.run(), ["ToMeSD"], [0])
 
 
 def test_a_missing_checkpoint_is_left_out_with_the_way_to_train_it(tmp_path: Path, pipe: Prompted) -> None:
-    absent = Contender(checkpoint=str(tmp_path / "none"), train="shiva train x.yaml")
-    evaluation = make(tmp_path / "out", pipe, lineup=Lineup({**LINEUP, "trained": absent}))
+    absent = Candidate(checkpoint=str(tmp_path / "none"), train="shiva train x.yaml")
+    evaluation = make(tmp_path / "out", pipe, candidates=Candidates({**CANDIDATES, "trained": absent}))
     found = PROTOCOLS["main"](evaluation)
     assert found is not None
     assert "trained" not in found.figures["quality"]
-    assert "trained left out" in found.sheets[0].caption
-    assert "train it: shiva train x.yaml" in found.sheets[0].caption
-    evaluation.lineup.casts["points"] = ["dense", "ToMeSD"]
+    assert "trained left out" in found.tables[0].caption
+    assert "train it: shiva train x.yaml" in found.tables[0].caption
+    evaluation.candidates.tables["points"] = ["dense", "ToMeSD"]
     points = PROTOCOLS["points"](evaluation)
     assert points is not None
-    assert "left out" not in points.sheets[0].caption
+    assert "left out" not in points.tables[0].caption
 
 
 def test_the_folder_knows_who_failed_while_running(evaluation: Evaluation) -> None:
     run = evaluation.run()
-    run.contenders["deep"] = Contender(int8=99)
-    assert evaluation.generate(run, ["dense", "deep"], [0]) == ["dense"]
+    run.candidates["deep"] = Candidate(int8=99)
+    assert evaluation.complete(run, ["dense", "deep"], [0]) == ["dense"]
     assert list(run.manifest["skipped"]) == ["deep"]
-    run.contenders["deep"] = Contender()
-    assert evaluation.generate(run, ["deep"], [0]) == ["deep"]
+    run.candidates["deep"] = Candidate()
+    assert evaluation.complete(run, ["deep"], [0]) == ["deep"]
     assert run.manifest["skipped"] == {}
 
 
-def test_a_contender_that_refuses_the_run_is_left_out_and_the_others_go_on(tmp_path: Path, pipe: Prompted) -> None:
+def test_a_candidate_that_refuses_the_run_is_left_out_and_the_others_go_on(tmp_path: Path, pipe: Prompted) -> None:
     """IBTM compares two predictions; without guidance there is one, which shows only while it runs."""
-    lineup = Lineup({"dense": Contender(), "IBTM": Contender(method="IBTM", options={"layers": [0, 1]})})
-    unguided = make(tmp_path, pipe, lineup=lineup, settings=Settings("tiny", None, steps=3, guidance=1.0))
+    chosen_ones = Candidates({"dense": Candidate(), "IBTM": Candidate(method="IBTM", options={"layers": [0, 1]})})
+    unguided = make(tmp_path, pipe, candidates=chosen_ones, settings=Settings("tiny", None, steps=3, guidance=1.0))
     run = unguided.run()
-    assert unguided.generate(run, ["IBTM", "dense"], [0]) == ["dense"]
+    assert unguided.complete(run, ["IBTM", "dense"], [0]) == ["dense"]
     assert "raise guidance_scale above 1" in run.skipped["IBTM"]
 
 
@@ -203,20 +211,20 @@ def test_the_folder_keeps_every_environment_that_made_images(
 ) -> None:
     run = evaluation.run()
     for cpu, names in (("one", ["dense"]), ("two", ["dense"]), ("three", ["dense", "ToMeSD"])):
-        monkeypatch.setattr("shiva.measure.evaluation.run.environment", lambda cpu=cpu: {"cpu": cpu, "load": len(cpu)})
-        evaluation.generate(run, names, [0])
+        monkeypatch.setattr("shiva.evaluate.images.environment", lambda cpu=cpu: {"cpu": cpu, "load": len(cpu)})
+        evaluation.complete(run, names, [0])
     assert run.manifest["environment"]["cpu"] == "three"
     assert [earlier["cpu"] for earlier in run.manifest["earlier_environments"]] == ["one"]
     found = PROTOCOLS["main"](evaluation)
     assert found is not None
-    assert "several environments" in found.sheets[0].caption
+    assert "several environments" in found.tables[0].caption
 
 
 # -- measuring ---------------------------------------------------------------------------------------
 
 
 def test_a_method_against_itself_differs_by_exactly_nothing(tmp_path: Path, pipe: Prompted) -> None:
-    from shiva.measure.quality.base import metric
+    from shiva.evaluate.metrics.base import metric
 
     @metric("brightness", "brightness", needs="images", higher=True)
     def brightness(subject: Any, tools: Tools) -> torch.Tensor:
@@ -225,7 +233,7 @@ def test_a_method_against_itself_differs_by_exactly_nothing(tmp_path: Path, pipe
     try:
         evaluation = make(tmp_path, pipe, metrics=chosen(["brightness"], Tools()), seeds=(0, 1))
         for protocol in ("seeds", "categories", "transfer", "ratio", "int8"):
-            evaluation.lineup.casts[protocol] = ["dense", "dense again", "random"]
+            evaluation.candidates.tables[protocol] = ["dense", "dense again", "random"]
             found = PROTOCOLS[protocol](evaluation)
             assert found is not None
             same, other = found.figures["paired"]["dense again"], found.figures["paired"]["random"]
@@ -242,7 +250,7 @@ def test_a_method_against_itself_differs_by_exactly_nothing(tmp_path: Path, pipe
 
 def test_scores_are_kept_and_measured_again_only_if_need_be(evaluation: Evaluation, pipe: Prompted) -> None:
     run = evaluation.run()
-    evaluation.generate(run, ["random"], [0])
+    evaluation.complete(run, ["random"], [0])
     score = evaluation.scores(run, "random", 0)["psnr"]
     assert score.each is not None
     assert len(score.each) == 3
@@ -258,8 +266,8 @@ def test_a_metric_without_weights_is_named_and_the_others_run(tmp_path: Path, pi
     evaluation = make(tmp_path, pipe, metrics=metrics)
     found = PROTOCOLS["main"](evaluation)
     assert found is not None
-    assert found.sheets[0].columns == ("method", "PSNR to dense, dB ↑")
-    assert "text-image score left out: the text-image score needs" in found.sheets[0].caption
+    assert found.tables[0].columns == ("method", "PSNR to dense, dB ↑")
+    assert "text-image score left out: the text-image score needs" in found.tables[0].caption
     assert set(found.figures["quality"]["ToMeSD"]) == {"psnr"}
 
 
@@ -275,11 +283,11 @@ def test_paired_statistics() -> None:
 
 def test_a_verdict_needs_two_standard_errors() -> None:
     psnr, frechet = METRICS["psnr"], METRICS["frechet"]
-    assert stands(Paired(4, 1.1, 1.0, 1.0), psnr) == "ahead"
-    assert stands(Paired(4, -1.1, 1.0, 0.0), psnr) == "behind"
-    assert stands(Paired(4, -0.9, 1.0, 0.0), psnr) == "level"
-    assert stands(Paired.of([1.0], [0.0], higher=True), psnr) == "level"
-    assert stands(Paired.of([1.0], [2.0], higher=False), frechet) == "ahead"
+    assert rank_word(Paired(4, 1.1, 1.0, 1.0), psnr) == "ahead"
+    assert rank_word(Paired(4, -1.1, 1.0, 0.0), psnr) == "behind"
+    assert rank_word(Paired(4, -0.9, 1.0, 0.0), psnr) == "level"
+    assert rank_word(Paired.of([1.0], [0.0], higher=True), psnr) == "level"
+    assert rank_word(Paired.of([1.0], [2.0], higher=False), frechet) == "ahead"
 
 
 def test_categories_are_ordered_by_the_text() -> None:
@@ -295,10 +303,10 @@ def test_cost_is_measured_on_the_dense_path(evaluation: Evaluation) -> None:
     run = evaluation.run()
     recording = record(run, [0, 1], 0)
     assert len(recording.calls) == 4
-    dense = replay(run, Contender(), recording)
+    dense = replay(run, Candidate(), recording)
     assert (dense.share, dense.one_step_mse) == (1.0, 0.0)
     half, most = (
-        replay(run, Contender("Shiva", "official", options={"budget": budget, "score": "norm"}), recording)
+        replay(run, Candidate("Ranked", "official", options={"budget": budget, "score": "norm"}), recording)
         for budget in (0.5, 0.9)
     )
     assert half.share < most.share < 1
@@ -308,14 +316,14 @@ def test_cost_is_measured_on_the_dense_path(evaluation: Evaluation) -> None:
 
 def test_methods_are_brought_to_the_same_flops(evaluation: Evaluation) -> None:
     run = evaluation.run()
-    run.contenders["NeuralSort"] = Contender("NeuralSort")
+    run.candidates["NeuralSort"] = Candidate("NeuralSort")
     prices = Prices(run, 1)
     target = prices.of("random").share
     for name in ("NeuralSort", "random"):
         assert prices.share(matched(prices, name, target)) == pytest.approx(target, abs=TOLERANCE)
     with pytest.raises(ValueError, match="ToMeSD comes no nearer to"):
         matched(prices, "ToMeSD", 0.2)
-    run.contenders["DiffCR"] = Contender("DiffCR")
+    run.candidates["DiffCR"] = Candidate("DiffCR")
     with pytest.raises(ValueError, match="DiffCR has no knob at inference"):
         matched(prices, "DiffCR", target)
 
@@ -323,9 +331,9 @@ def test_methods_are_brought_to_the_same_flops(evaluation: Evaluation) -> None:
 def test_matched_protocol_brings_everyone_to_one_share_and_says_where_the_first_stands(
     tmp_path: Path, pipe: Prompted
 ) -> None:
-    contenders = {**LINEUP, "NeuralSort": Contender("NeuralSort"), "DiffCR": Contender("DiffCR")}
-    casts = {"matched": ["random", "NeuralSort", "DiffCR"], "main": ["dense", "DiffCR"]}
-    evaluation = make(tmp_path, pipe, lineup=Lineup(contenders, casts))
+    candidates = {**CANDIDATES, "NeuralSort": Candidate("NeuralSort"), "DiffCR": Candidate("DiffCR")}
+    tables = {"matched": ["random", "NeuralSort", "DiffCR"], "main": ["dense", "DiffCR"]}
+    evaluation = make(tmp_path, pipe, candidates=Candidates(candidates, tables))
     found = PROTOCOLS["matched"](evaluation)
     assert found is not None
     target = found.figures["target"]
@@ -333,7 +341,7 @@ def test_matched_protocol_brings_everyone_to_one_share_and_says_where_the_first_
     assert list(found.figures["quality"]) == ["dense", "random", other]
     assert all(found.figures["cost"][n]["share"] == pytest.approx(target, abs=TOLERANCE) for n in ("random", other))
     assert found.detail == f"{100 * target:.1f}"
-    verdict, quality, _ = found.sheets
+    verdict, quality, _ = found.tables
     assert verdict.columns == ("random against", "PSNR to dense, dB ↑", "MSE to dense ↓", "not ahead on")
     assert [row[0] for row in verdict.rows] == [other]
     against = found.figures["verdict"][other]
@@ -344,22 +352,22 @@ def test_matched_protocol_brings_everyone_to_one_share_and_says_where_the_first_
     assert "DiffCR left out: DiffCR has no knob" in quality.caption
     main = PROTOCOLS["main"](evaluation)
     assert main is not None
-    assert "left out" not in main.sheets[0].caption
+    assert "left out" not in main.tables[0].caption
 
 
 def test_shiva_is_refused_too_where_it_misses_the_target(evaluation: Evaluation) -> None:
-    prices = SimpleNamespace(run=evaluation.run(), share=lambda contender: 0.5)
+    prices = SimpleNamespace(run=evaluation.run(), share=lambda candidate: 0.5)
     assert matched(cast("Prices", prices), "random", 0.51).options["flops"] == 0.51
-    with pytest.raises(ValueError, match=r"Shiva comes no nearer to 40.0% of dense FLOPs than 50.0%"):
+    with pytest.raises(ValueError, match=r"Ranked comes no nearer to 40.0% of dense FLOPs than 50.0%"):
         matched(cast("Prices", prices), "random", 0.4)
 
 
 def test_latency_is_told_in_seconds_and_read_the_next_time(evaluation: Evaluation, pipe: Prompted) -> None:
     evaluation.rounds = 1
-    evaluation.lineup.casts["main"] = ["dense", "random"]
+    evaluation.candidates.tables["main"] = ["dense", "random"]
     found = PROTOCOLS["main"](evaluation)
     assert found is not None
-    costs = found.sheets[1]
+    costs = found.tables[1]
     for row, name in zip(costs.rows, ("dense", "random"), strict=True):
         cells, cost = dict(zip(costs.columns, row, strict=True)), found.figures["cost"][name]
         assert float(cells["latency, s"]) == pytest.approx(cost["latency"]["median"], rel=0.01)
@@ -378,21 +386,21 @@ def test_a_failed_timing_is_an_empty_column_with_its_reason(
     def fail(*arguments: Any, **more: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("shiva.measure.evaluation.cost.interleave", fail)
+    monkeypatch.setattr("shiva.evaluate.costs.interleave", fail)
     evaluation.rounds = 1
-    evaluation.lineup.casts["main"] = ["dense", "random"]
+    evaluation.candidates.tables["main"] = ["dense", "random"]
     found = PROTOCOLS["main"](evaluation)
     assert found is not None
-    assert "not timed: RuntimeError: out of memory" in found.sheets[1].caption
+    assert "not timed: RuntimeError: out of memory" in found.tables[1].caption
     assert found.figures["cost"]["random"]["speedup"] is None
 
 
 def test_held_out_prompts_and_other_sizes_are_runs_of_their_own(tmp_path: Path, pipe: Prompted) -> None:
-    evaluation = make(tmp_path, pipe, lineup=Lineup(LINEUP, {"heldout": ["random"]}))
+    evaluation = make(tmp_path, pipe, candidates=Candidates(CANDIDATES, {"heldout": ["random"]}))
     with pytest.raises(ValueError, match="needs --held-out FILE"):
         PROTOCOLS["heldout"](evaluation)
-    sized = Lineup(LINEUP, {"heldout": ["random"]}, sizes=[[24, 32]])
-    evaluation = make(tmp_path, pipe, lineup=sized)
+    sized = Candidates(CANDIDATES, {"heldout": ["random"]}, sizes=[[24, 32]])
+    evaluation = make(tmp_path, pipe, candidates=sized)
     evaluation.held_out = PromptSet("other", (Prompt("d"),))
     found = PROTOCOLS["heldout"](evaluation)
     assert found is not None
@@ -403,7 +411,7 @@ def test_held_out_prompts_and_other_sizes_are_runs_of_their_own(tmp_path: Path, 
     assert json.loads((tmp_path / "runs" / "24x32" / "run.json").read_text())["settings"]["height"] == 24
 
 
-def test_int8_is_there_for_as_long_as_the_contender_runs(
+def test_int8_is_there_for_as_long_as_the_candidate_runs(
     evaluation: Evaluation, pipe: Prompted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a stand-in for torchao that rounds weights: which layers it gets, and that nothing of it stays."""
@@ -418,38 +426,42 @@ def test_int8_is_there_for_as_long_as_the_contender_runs(
     monkeypatch.setitem(sys.modules, "torchao.quantization", fake)
     run = evaluation.run()
     recording = record(run, [0], 0)
-    one, two = (replay(run, Contender(int8=blocks), recording).one_step_mse for blocks in (1, 2))
+    one, two = (replay(run, Candidate(int8=blocks), recording).one_step_mse for blocks in (1, 2))
     assert len(touched) == 2 * (1 + 2)
     assert 0 < one < two
-    assert replay(run, Contender(), recording).one_step_mse == 0
+    assert replay(run, Candidate(), recording).one_step_mse == 0
     with pytest.raises(ValueError, match="int8: 99 is more than the"):
-        replay(run, Contender(int8=99), recording)
+        replay(run, Candidate(int8=99), recording)
 
 
-# -- contenders --------------------------------------------------------------------------------------
+# -- candidates --------------------------------------------------------------------------------------
 
 
-def test_the_embedded_lineup_is_whole() -> None:
-    lineup = read_lineup(str(REPOSITORY / "recipes" / "eval" / "emoji.yaml"))
-    assert set(lineup.casts) == set(PROTOCOLS)
+def test_the_embedded_file_of_candidates_is_whole() -> None:
+    found = read_candidates(str(REPOSITORY / "recipes" / "eval" / "emoji.yaml"))
+    assert set(found.tables) == set(PROTOCOLS)
     for name in ("ToMeSD", "ToFu", "SDTM", "ToMA", "IBTM"):
-        assert lineup.contenders[name].config()["method"] == name
-    assert lineup.contenders["Shiva 90"].checkpoint == "models/shiva/80"
-    assert all(entry.train for entry in lineup.contenders.values() if entry.checkpoint)
+        assert found.candidates[name].config()["method"] == name
+    assert found.candidates["Shiva 90"].checkpoint == "models/shiva/80"
+    assert all(entry.train for entry in found.candidates.values() if entry.checkpoint)
 
 
-def test_contenders_are_checked_at_the_door(tmp_path: Path) -> None:
-    assert list(read_lineup("ToMeSD,ToMA:official").contenders) == ["dense", "ToMeSD", "ToMA:official"]
-    with pytest.raises(ValueError, match="did you mean 'ToMeSD'"):
-        read_lineup("ToMeSd")
+def test_candidates_are_checked_at_the_door(tmp_path: Path) -> None:
+    assert list(read_candidates("ToMeSD,ToMA:official").candidates) == ["dense", "ToMeSD", "ToMA:official"]
+    assert read_candidates("tomesd").candidates["tomesd"].config() == Candidate("ToMeSD").config()
+    with pytest.raises(ValueError, match="has no method 'ToMeS'; did you mean 'ToMeSD'"):
+        read_candidates("ToMeS")
+    with pytest.raises(ValueError, match="no method 'Configs'; known keys: .*Dense, DiffCR, DyDiT, ") as refused:
+        read_candidates("Configs")
+    assert "SelectConfig" not in str(refused.value), "bases that methods share are no methods"
     with pytest.raises(ValueError, match="would share the folder shiva-80"):
-        Lineup({"Shiva 80": Contender(), "shiva-80": Contender()})
-    with pytest.raises(ValueError, match="casts.main has no option 'ToMa'"):
-        Lineup({"ToMA": Contender(method="ToMA")}, {"main": ["ToMa"]})
-    path = tmp_path / "lineup.yaml"
-    path.write_text("contenders: {x: {method: ToMA, ratio: 1}}")
-    with pytest.raises(ValueError, match="Contender has no option 'ratio'"):
-        read_lineup(str(path))
+        Candidates({"Shiva 80": Candidate(), "shiva-80": Candidate()})
+    with pytest.raises(ValueError, match="tables.main has no option 'ToMa'"):
+        Candidates({"ToMA": Candidate(method="ToMA")}, {"main": ["ToMa"]})
+    path = tmp_path / "candidates.yaml"
+    path.write_text("candidates: {x: {method: ToMA, ratio: 1}}")
+    with pytest.raises(ValueError, match="candidates.x has no option 'ratio'"):
+        read_candidates(str(path))
 
 
 # -- the command ---------------------------------------------------------------------------------------
@@ -460,9 +472,9 @@ def test_numbers_that_mean_nothing_are_refused_at_the_door(tmp_path: Path) -> No
         found = CliRunner().invoke(app, ["eval", "tiny", "--methods", "ToMeSD", option, value])
         assert found.exit_code == 2
         assert f"Invalid value for '{option}'" in found.output
-    assert read_seeds("3,0,3") == (3, 0)
+    assert numbers("--seeds", "3,0,3", int) == (3, 0)
     with pytest.raises(ValueError, match="--seeds a,1 holds what is no whole number; pass such as"):
-        read_seeds("a,1")
+        numbers("--seeds", "a,1", int)
 
 
 def test_a_protocol_that_failed_is_an_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,6 +489,51 @@ def test_a_protocol_that_failed_is_an_exit_code(tmp_path: Path, monkeypatch: pyt
     failed = CliRunner().invoke(app, [*arguments, "--protocol", "heldout"])
     assert failed.exit_code == 1
     assert "not done: heldout" in failed.output
+
+
+def test_a_model_says_itself_how_many_text_tokens_it_wants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By methods' names alone, without a file that says it."""
+    lengths: set[int] = set()
+    forward = SD3Transformer2DModel.forward
+
+    @functools.wraps(forward)
+    def noted(self: Any, *args: Any, **call: Any) -> Any:
+        lengths.add(call["encoder_hidden_states"].shape[1])
+        return forward(self, *args, **call)
+
+    monkeypatch.setattr(SD3Transformer2DModel, "forward", noted)
+    run = quick(tmp_path, REPOSITORY / "models" / "emoji", "pizza")
+    assert lengths == {16}
+    assert run["settings"]["without"] == ["text_encoder_3", "tokenizer_3"]
+    assert run["settings"]["arguments"] == {"max_sequence_length": 0}
+
+
+def test_a_pipeline_of_classes_is_evaluated(tmp_path: Path) -> None:
+    dit().save_pretrained(tmp_path / "dit")
+    run = quick(tmp_path, tmp_path / "dit", "1\n2")
+    assert run["skipped"] == {}
+    assert len(images(tmp_path / "out")) == 4
+    table = json.loads((tmp_path / "out" / "tables" / "main.json").read_text())["results"]
+    assert table["cost"]["ToMeSD"]["share"] < 1
+
+
+def quick(folder: Path, model: Path, prompts: str) -> dict[str, Any]:
+    """`shiva eval --methods ToMeSD` in two steps; its manifest."""
+    (folder / "prompts.txt").write_text(prompts)
+    arguments = ["eval", model, "--methods", "ToMeSD", "--prompts", folder / "prompts.txt", "--output", folder / "out"]
+    arguments += ["--steps", 2, "--rounds", 0, "--probes", 1, "--metrics", "psnr"]
+    CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    return json.loads((folder / "out" / "run.json").read_text())
+
+
+def test_a_bare_name_means_the_same_everywhere() -> None:
+    for candidate in (Candidate("ToMeSD"), read_candidates("ToMeSD").candidates["ToMeSD"]):
+        assert candidate.source() == shiva.ToMeSD() == shiva.ToMeSD.preset("official")
+    assert choose(None, "ToMeSD", generate_default("preset"), None, {}).source() == shiva.ToMeSD()
+
+
+def generate_default(name: str) -> Any:
+    return inspect.signature(generate).parameters[name].default
 
 
 # -- killed, and in several processes -------------------------------------------------------
@@ -500,7 +557,7 @@ def small(tmp_path: Path) -> Path:
     prompts.write_text("pizza\na fox\nrocket\ncastle\n")
     prompts.with_suffix(".yaml").write_text(
         "{steps: 2, guidance: 3.0, without: [text_encoder_3, tokenizer_3], arguments: {max_sequence_length: 0}, "
-        "contenders: {dense: {}, ToMeSD: {method: ToMeSD}}}"
+        "candidates: {dense: {}, ToMeSD: {method: ToMeSD}}}"
     )
     return prompts
 

@@ -10,33 +10,47 @@ import torch
 from torch import Tensor, nn
 
 import shiva
+from shiva.backbones.base import backbone_of
 from shiva.session import Session
+from tiny_images import IMAGES
+from tiny_videos import VIDEOS
 
 from method_table import METHODS, Row
-from tiny import BACKBONES, Tiny
+from tiny import BACKBONES, Tiny, sample
 
+PATTERNS = {**IMAGES, **VIDEOS}
+TABLE = {**BACKBONES, **PATTERNS}
 PAIRS = [(m, b) for m, row in METHODS.items() for b in row.backbones]
+ON_PATTERNS = [
+    (m, b)
+    for m, row in METHODS.items()
+    for b, tiny in PATTERNS.items()
+    if row.everywhere and (tiny.attention or not row.needs_attention)
+]
 SQUARE_ONLY = {"dit"}  # DiTTransformer2DModel itself only unpatchifies squares
+IN_FOURS_ONLY = {"qwen21"}  # its slots stand for four tokens
 ON_GRIDS = [(m, b, g) for m, b in PAIRS for g in [(8, 8), (6, 10), (7, 9)] if g[0] == g[1] or b not in SQUARE_ONLY]
-PER_SAMPLE = [(m, b) for m, b in PAIRS if getattr(METHODS[m].on, "guidance", "per-sample") != "shared"]
+ON_GRIDS += [(m, b, (6, 10) if b in IN_FOURS_ONLY else (7, 9)) for m, b in ON_PATTERNS]
+PER_SAMPLE = [(m, b) for m, b in PAIRS + ON_PATTERNS if getattr(METHODS[m].on, "guidance", "per-sample") != "shared"]
 TRAINED = [(m, b) for m, b in PAIRS if METHODS[m].differentiable]
 IN_HALF = [(m, b) for m, b in PAIRS if b in ("sd3", "flux")]
 
 
 def output(model: nn.Module, call: dict[str, Any]) -> Tensor:
     with torch.no_grad():
-        return model(**call)[0]
+        result = model(**call)[0]
+        return torch.stack(result) if isinstance(result, list) else result
 
 
-def text_outputs(model: Any, session: Session | None, call: dict[str, Any]) -> list[Tensor]:
-    """What every block returns as text, in order."""
+def block_outputs(model: Any, call: dict[str, Any]) -> list[Tensor]:
+    """What every block returns, of image, text and references, in order."""
     seen: list[Tensor] = []
-    blocks = [*model.transformer_blocks, *getattr(model, "single_transformer_blocks", [])]
 
     def note(module: nn.Module, args: Any, result: Any) -> None:
-        if isinstance(result, tuple) and result[0] is not None:
-            seen.append(result[0])
+        streams = result if isinstance(result, tuple) else (result,)
+        seen.extend(stream for stream in streams if stream is not None)
 
+    blocks = [site.module for site in backbone_of(model).sites(model) if site.kind == "block"]
     handles = [block.register_forward_hook(note) for block in blocks]
     output(model, call)
     for handle in handles:
@@ -44,16 +58,16 @@ def text_outputs(model: Any, session: Session | None, call: dict[str, Any]) -> l
     return seen
 
 
-@pytest.mark.parametrize(("method", "backbone"), PAIRS)
+@pytest.mark.parametrize(("method", "backbone"), PAIRS + ON_PATTERNS)
 def test_switched_off_is_bit_identical_and_detach_leaves_no_trace(method: str, backbone: str) -> None:
-    tiny, row = BACKBONES[backbone], METHODS[method]
+    tiny, row = TABLE[backbone], METHODS[method]
     model, call = tiny.make(), tiny.call(2, 8, 8)
     before = {name: set(vars(module)) for name, module in model.named_modules()}
-    dense, dense_text = output(model, call), text_outputs(model, None, call)
+    dense, dense_streams = output(model, call), block_outputs(model, call)
 
     session = shiva.attach(model, row.off)
     assert torch.equal(output(model, call), dense)
-    assert all(torch.equal(a, b) for a, b in zip(text_outputs(model, session, call), dense_text, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(block_outputs(model, call), dense_streams, strict=True))
     session.detach()
 
     with shiva.attach(model, row.on):
@@ -64,8 +78,8 @@ def test_switched_off_is_bit_identical_and_detach_leaves_no_trace(method: str, b
 
 @pytest.mark.parametrize(("method", "backbone", "grid"), ON_GRIDS)
 def test_realised_counts_are_the_declared_ones_on_any_grid(method: str, backbone: str, grid: tuple[int, int]) -> None:
-    tiny, row = BACKBONES[backbone], METHODS[method]
-    model, tokens = tiny.make(), grid[0] * grid[1]
+    tiny, row = TABLE[backbone], METHODS[method]
+    model, tokens = tiny.make(), tiny.frames * grid[0] * grid[1]
     with shiva.attach(model, row.on) as session:
         result = output(model, tiny.call(2, *grid))
         assert result.isfinite().all()
@@ -112,7 +126,7 @@ def halved(call: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(("method", "backbone"), PER_SAMPLE)
 def test_a_batch_of_different_samples_equals_single_runs(method: str, backbone: str) -> None:
     """Holds where the guidance policy leaves samples alone: nothing may leak from one sample to another."""
-    tiny, row = BACKBONES[backbone], METHODS[method]
+    tiny, row = TABLE[backbone], METHODS[method]
     model, call = tiny.make(), tiny.call(2, 8, 8)
     torch.manual_seed(0)
     with shiva.attach(model, row.on):
@@ -150,14 +164,6 @@ def test_guidance_halves_and_branches_keep_the_same_tokens_under_a_joint_policy(
             assert session.ctx is not None
             assert session.ctx.branch == 1
         assert torch.equal(trace.masks(), first)
-
-
-def sample(call: dict[str, Any], index: int) -> dict[str, Any]:
-    """One sample of a batched call; ids have no batch axis."""
-    return {
-        key: value[index : index + 1] if isinstance(value, Tensor) and not key.endswith("_ids") else value
-        for key, value in call.items()
-    }
 
 
 @pytest.mark.parametrize(("method", "backbone"), TRAINED)

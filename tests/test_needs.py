@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from shiva.core import needs
-from shiva.training.needs import need
 
 
 def test_a_missing_package_names_the_extra_that_brings_it() -> None:
     with pytest.raises(ImportError, match=r"nowhere is not here: pip install -e '\.\[report\]' in a checkout"):
         needs.need("nowhere", "report")
     with pytest.raises(ImportError, match=r"\.\[train\]"):
-        need("nowhere")
+        needs.need("nowhere", "train")

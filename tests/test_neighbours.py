@@ -22,8 +22,8 @@ import shiva
 from pipelines import PIPELINES
 from shiva.core.reduction import select
 from shiva.methods.dydit import flat_selection
-from shiva.modules.merging import group_mean, match
-from shiva.runs import RunTracker
+from shiva.ops.merging import group_mean, match
+from shiva.progress import RunTracker
 
 from method_table import METHODS
 from tiny import call_flux, call_sd3, make_flux, make_sd3, noise
@@ -50,7 +50,7 @@ def test_a_sampler_that_calls_each_timestep_twice_makes_one_run(tmp_path: Path) 
     tiny = PIPELINES["sd3"]
     pipe = tiny.load(tmp_path)
     pipe.scheduler = FlowMatchHeunDiscreteScheduler()
-    with shiva.attach(pipe, shiva.Shiva(budget=0.5, rejected="cached")) as session:
+    with shiva.attach(pipe, shiva.Shiva(budget=0.5, fill="cached")) as session:
         tiny.image(pipe, steps=5)
         summary = session.summary()
     assert len(summary.steps) == 9
@@ -79,7 +79,7 @@ def test_told_that_guidance_is_sequential_the_second_call_at_a_timestep_is_its_o
     """Also with a copy of the latents for each branch, and where a sampler calls a timestep twice."""
     model, schedule = make_sd3(), torch.tensor([900.0, 600.0, 600.0, 300.0])
     pipe = SimpleNamespace(transformer=model, scheduler=SimpleNamespace(timesteps=schedule))
-    config = shiva.Shiva.preset("sweep", budget=0.5)
+    config = shiva.Sweep(budget=0.5)
     with torch.no_grad(), shiva.attach(pipe, config, cfg="sequential") as session:
         branches = []
         for timestep in schedule.repeat_interleave(2).tolist():
@@ -110,7 +110,7 @@ def test_one_noise_for_two_prompts_is_no_guidance_pair_where_the_pipeline_has_no
             assert session.ctx.guidance_pairs == paired
 
 
-@pytest.mark.parametrize("config", [shiva.Shiva.preset("sweep", budget=0.5), shiva.SDTM()], ids=["sweep", "SDTM"])
+@pytest.mark.parametrize("config", [shiva.Sweep(budget=0.5), shiva.SDTM()], ids=["sweep", "SDTM"])
 def test_timesteps_that_rise_with_the_scheduler_make_one_run(config: Any) -> None:
     model, schedule = make_sd3(), torch.linspace(0, 900, 6)
     pipe = SimpleNamespace(transformer=model, scheduler=SimpleNamespace(timesteps=schedule))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shiva.measure.prompts import Prompt, PromptSet, read_prompts
+from shiva.evaluate.prompts import Prompt, PromptSet, read_prompts
 
 PARQUET = Path(__file__).parents[1] / "recipes" / "emoji" / "data" / "fluent-emoji-64.parquet"
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPTokenizerFast
 
-from shiva.measure.quality import METRICS, ORDER, Pictures, Subject, Tools, chosen, lpips, measure, networks
-from shiva.measure.quality.distances import frechet_distance, kernel_distance
-from shiva.measure.quality.lpips import ArraysOnly, read_arrays
+from reproduce.metrics import networks
+from reproduce.metrics.distances import frechet_distance, kernel_distance
+from shiva.evaluate.metrics import METRICS, ORDER, Pictures, Subject, Tools, chosen, lpips, measure
+from shiva.evaluate.metrics.lpips import ArraysOnly, read_arrays
 
 EMOJI = Path(__file__).parents[1] / "models" / "emoji"
 
@@ -127,7 +128,7 @@ def test_text_image_score_knows_the_right_label_of_the_true_pictures() -> None:
     if not (EMOJI / "score" / "config.json").exists():
         pytest.skip("models/emoji is not here")
     from recipes.emoji.common import load_data
-    from shiva.measure.generate import load_pipeline
+    from shiva.evaluate.drawing import load_pipeline
 
     data = load_data()
     rows = data.rows("train")[::150]
@@ -136,7 +137,7 @@ def test_text_image_score_knows_the_right_label_of_the_true_pictures() -> None:
         prompts=[data.labels[row] for row in rows.tolist()],
         labels=data.labels,
     )
-    tools = Tools(pipe=lambda: load_pipeline(EMOJI, text_encoder_3=None, tokenizer_3=None), score=EMOJI / "score")
+    tools = Tools(pipe=lambda: load_pipeline(EMOJI, without=("text_encoder_3", "tokenizer_3")), score=EMOJI / "score")
     assert value("top5", of, tools) > 0.7
     assert value("top1", of, tools) <= value("top5", of, tools)
     assert value("text_image", of, tools) > 0.2
@@ -228,7 +229,7 @@ def test_fid_is_the_frechet_distance_of_its_features() -> None:
     assert value("fid", of, Tools(inception=Tiny())) == pytest.approx(expected, rel=1e-3)
 
 
-def test_fid_reads_the_real_images_once_for_all_contenders() -> None:
+def test_fid_reads_the_real_images_once_for_all_candidates() -> None:
     pytest.importorskip("torchmetrics")
     real, read = noise(12, 3, 8, 8), []
 

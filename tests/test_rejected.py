@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shiva.core.layout import Layout
 from shiva.core.reduction import select
-from shiva.modules.rejected import (
+from shiva.ops.fill import (
     cached_updates,
     grow_older,
     most_similar,
@@ -29,7 +30,7 @@ def block(x: Tensor) -> Tensor:
 
 def test_the_nearest_are_nearest() -> None:
     indices = choose()
-    nearest = spatially_nearest(indices, (ROWS, COLUMNS))
+    nearest = spatially_nearest(indices, Layout(ROWS, COLUMNS))
     for b in range(B):
         for token in range(N):
             distances = [
@@ -45,7 +46,7 @@ def test_the_nearest_are_nearest() -> None:
 
 def test_near_copies_the_named_update_and_leaves_selected_results_alone() -> None:
     x, indices = torch.randn(B, N, D), choose()
-    nearest = spatially_nearest(indices, (ROWS, COLUMNS))
+    nearest = spatially_nearest(indices, Layout(ROWS, COLUMNS))
     reduction = near_updates(indices, nearest)
     values = block(reduction.reduce(x))
     restored = reduction.restore(values, x)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import shiva
 from pipelines import PIPELINES
-from shiva.methods._rejected import CACHED_FROM
+from shiva.methods.fills import CACHED_FROM
 
 from tiny import call_sd3, make_sd3
 
@@ -51,7 +51,7 @@ def two_steps(config: Any, part: str) -> tuple[list[Tensor], list[Tensor], list[
 
 @pytest.mark.parametrize("union", [False, True])
 def test_dydit_reuses_each_tokens_last_ffn_update(union: bool) -> None:
-    config = shiva.DyDiT(rejected="cached", bias=0.0, union=union)
+    config = shiva.DyDiT(fill="cached", bias=0.0, union=union)
     _, (first, second), kept, computed = two_steps(config, "ff")
     assert kept[0] == N, "the first step fills the cache"
     assert 0 < kept[1] < N
@@ -61,7 +61,7 @@ def test_dydit_reuses_each_tokens_last_ffn_update(union: bool) -> None:
 
 
 def test_dydit_gives_a_near_tokens_update_of_the_same_sample() -> None:
-    inputs, (_, second), kept, computed = two_steps(shiva.DyDiT(rejected="near", bias=0.0), "ff")
+    inputs, (_, second), kept, computed = two_steps(shiva.DyDiT(fill="near", bias=0.0), "ff")
     assert 0 < kept[1] < N
     own = torch.isclose(second, computed, rtol=1e-4, atol=1e-5).all(dim=-1)
     for b in range(2):
@@ -73,7 +73,7 @@ def test_dydit_gives_a_near_tokens_update_of_the_same_sample() -> None:
 
 @pytest.mark.parametrize("rejected", ["cached", "near", "identity"])
 def test_diffcr_gives_rejected_tokens_what_it_is_told(rejected: str) -> None:
-    inputs, outputs, kept, _ = two_steps(shiva.DiffCR(rejected=rejected, dense=(0,)), "block")
+    inputs, outputs, kept, _ = two_steps(shiva.DiffCR(fill=rejected, dense=(0,)), "block")
     assert kept == ([N, N // 2] if rejected == "cached" else [N // 2] * 2)
     first, second = (out - x for x, out in zip(inputs, outputs, strict=True))
     if rejected == "cached":
@@ -86,18 +86,18 @@ def test_diffcr_gives_rejected_tokens_what_it_is_told(rejected: str) -> None:
 def test_auto_caches_from_so_many_steps_on(tmp_path: Path) -> None:
     tiny = PIPELINES["sd3"]
     pipe = tiny.load(tmp_path)
-    with shiva.attach(pipe, shiva.Shiva(budget=0.6, rejected="auto", score="random")) as session:
+    with shiva.attach(pipe, shiva.Ranked(budget=0.6, fill="auto", score="random")) as session:
         for steps, rejected in ((CACHED_FROM - 1, "near"), (CACHED_FROM, "cached")):
             image = tiny.image(pipe, steps=steps)
             assert (session.summary().cached_bytes > 0) == (rejected == "cached")
             with pytest.MonkeyPatch.context() as patch:
-                named = shiva.Shiva(budget=0.6, rejected=rejected, score="random").build(session.spec)
+                named = shiva.Ranked(budget=0.6, fill=rejected, score="random").build(session.spec)
                 patch.setattr(session, "method", named)
                 assert torch.equal(tiny.image(pipe, steps=steps), image)
 
 
 def test_a_whole_step_cache_around_a_session_is_priced_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    from shiva.measure.whole_step import MagCached, magnitude_ratios
+    from reproduce.claims.mag_cache import MagCached, magnitude_ratios
 
     tiny = PIPELINES["sd3"]
     pipe = tiny.load(tmp_path)
@@ -105,8 +105,8 @@ def test_a_whole_step_cache_around_a_session_is_priced_and_leaves_nothing_behind
         dense = tiny.image(pipe, steps=6)
     assert len(ratios) == 6
     assert ratios[0] == 1.0
-    for source in (shiva.Shiva(budget=1.0), shiva.Shiva(budget=0.6, score="random", rejected="cached")):
-        with MagCached(source, {}, ratios, threshold=10.0).attached(pipe) as session:
+    for source in (shiva.Shiva(budget=1.0), shiva.Ranked(budget=0.6, score="random", fill="cached")):
+        with MagCached(source, ratios=ratios, threshold=10.0).attached(pipe) as session:
             tiny.image(pipe, steps=6)
             skipped = [not step.kept for step in session.stats]
             share = session.summary().flops_share
@@ -118,8 +118,8 @@ def test_a_whole_step_cache_around_a_session_is_priced_and_leaves_nothing_behind
 @pytest.mark.parametrize(
     "config",
     [
-        shiva.Shiva(budget=0.5, rejected="cached", signals=("time", "prompt", "layer", "age"), age=0.5),
-        shiva.Shiva.preset("sweep", budget=0.5),
+        shiva.Shiva(budget=0.5, fill="cached", signals=("time", "prompt", "layer", "age"), age=0.5),
+        shiva.Sweep(budget=0.5),
     ],
     ids=["updates and age", "keys and values"],
 )
@@ -139,11 +139,11 @@ def test_a_step_with_a_cache_has_no_open_shape(config: shiva.Shiva) -> None:
 
 
 CARRYING = {
-    "cached updates": shiva.Shiva(budget=0.5, rejected="cached", age=0.5),
-    "sweep": shiva.Shiva.preset("sweep", budget=0.5),
+    "cached updates": shiva.Shiva(budget=0.5, fill="cached", age=0.5),
+    "sweep": shiva.Sweep(budget=0.5),
     "SDTM": shiva.SDTM(protect_every=2),
-    "DyDiT": shiva.DyDiT(rejected="cached", bias=0.0),
-    "DiffCR": shiva.DiffCR(rejected="cached", initial=0.5),
+    "DyDiT": shiva.DyDiT(fill="cached", bias=0.0),
+    "DiffCR": shiva.DiffCR(fill="cached", initial=0.5),
 }
 
 
@@ -157,7 +157,8 @@ def test_what_a_run_carries_holds_no_graph_of_its_steps(config: Any) -> None:
             model(**call)[0].sum().backward()
             assert call["hidden_states"].grad.abs().sum() > 0
             assert session.ctx is not None
-            tensors = [value for value in session.ctx.run.values() if isinstance(value, Tensor)]
+            held = [value for part in vars(session.ctx.run).values() for value in part.values()]
+            tensors = [value for value in held if isinstance(value, Tensor)]
             assert tensors
             assert not any(tensor.requires_grad for tensor in tensors)
 
@@ -166,7 +167,7 @@ def test_what_a_run_carries_holds_no_graph_of_its_steps(config: Any) -> None:
 def test_a_sweep_is_one_moving_band_that_leaves_no_token_waiting(keep: float, tmp_path: Path) -> None:
     tiny = PIPELINES["sd3"]
     pipe = tiny.load(tmp_path)
-    with shiva.attach(pipe, shiva.Shiva.preset("sweep", budget=keep)) as session, session.trace() as trace:
+    with shiva.attach(pipe, shiva.Sweep(budget=keep)) as session, session.trace() as trace:
         tiny.image(pipe, steps=13)
     bands: dict[int, set[int]] = {}
     for (step, layer), positions in trace.positions.items():

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from experiments import rejected_tokens
-from experiments.common import Result
-from experiments.rejected_grid import REJECTED, Runner
+from reproduce.claims import rejected_tokens
+from reproduce.claims.common import Result
+from reproduce.claims.rejected_grid import REJECTED, Runner
 
 
 def tiny_grid(state: Path) -> Result:
@@ -30,7 +30,7 @@ def test_the_grid_is_complete_and_is_not_run_twice(tmp_path: Path, monkeypatch: 
     first = tiny_grid(tmp_path)
     points = {point["name"]: point for point in first.details["points"]}
     for kind, gets in REJECTED.items():
-        for ranking in ("random", "oldest", "sweep") if gets["rejected"] == "cached" else ("random",):
+        for ranking in ("random", "oldest", "sweep") if gets["fill"] == "cached" else ("random",):
             assert points[f"{kind}, {ranking}, 0.6"]["psnr"] > 0
     assert all(point["time_share"] > 0 for point in points.values())
     assert points["cached, attending to all, sweep, 0.6"]["psnr"] > points["identity, random, 0.6"]["psnr"]
@@ -38,7 +38,7 @@ def test_the_grid_is_complete_and_is_not_run_twice(tmp_path: Path, monkeypatch: 
     assert all(points[name]["flops_share"] <= 1 for name in first.details["front"])
 
     def no_run(*unused: Any) -> None:
-        raise AssertionError("a finished contender ran again")
+        raise AssertionError("a finished candidate ran again")
 
     monkeypatch.setattr(Runner, "generate", no_run)
     again = tiny_grid(tmp_path)

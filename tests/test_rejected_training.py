@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,14 @@ import torch
 from torch import Tensor
 
 import shiva
-from shiva.core.context import Earlier
+from shiva.core.context import Earlier, Exploration
 from shiva.core.method import BackboneSpec
 from shiva.methods import shiva as shiva_module
-from shiva.modules.rejected import geometric_age, stale_updates
-from shiva.modules.router import ContextRouter
-from shiva.modules.topk import Selection
+from shiva.ops.fill import geometric_age, stale_updates
+from shiva.ops.router import ContextRouter
+from shiva.ops.topk import Selection
+from shiva.training.noise import FlowMatching, VariancePreserving
 from shiva.training.recipe import recipe_from
-from shiva.training.sampling import FlowMatching, VariancePreserving
 from shiva.training.trainer import Trainer
 from training_tiny import make_folder, tiny_recipe
 
@@ -27,9 +28,7 @@ ROWS = COLUMNS = 4
 N, LAYER, AGO = ROWS * COLUMNS, 2, 3.0
 
 
-@pytest.mark.parametrize(
-    "options", [{"rejected": "cached"}, {"rejected": "near"}, {"rejected": "near", "near": "spatial"}, {}]
-)
+@pytest.mark.parametrize("options", [{"fill": "cached"}, {"fill": "near"}, {"fill": "near", "near": "spatial"}, {}])
 def test_the_counterfactual_is_the_derivative_of_moving_a_token_to_its_own_update(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,18 +54,19 @@ def test_the_counterfactual_is_the_derivative_of_moving_a_token_to_its_own_updat
     config = shiva.Shiva(budget=0.4, dense=(0, 1, 3), **options)
     with shiva.attach(model, config) as session:
         method = session.method.train()
-        method.exploration.ratio = 0.4
+        ages: list[Tensor] = []
+        draw = method.fill.simulated_age
+        method.fill.simulated_age = lambda *args: ages.append(draw(*args)) or ages[-1]  # type: ignore[method-assign]
         with torch.no_grad(), session.disabled():
             with session.record() as teacher:
                 model(**calls[0])
             with session.record() as earlier:
                 model(**calls[1])
         teacher.earlier = Earlier(earlier.updates, AGO)
-        session.teacher = teacher
-        loss = (model(**calls[0])[0] - target).square().sum()
+        output, _ = session.call(calls[0], teacher=teacher, explore=Exploration(ratio=0.4))
+        loss = (output[0] - target).square().sum()
         loss.backward()
-        assert session.ctx is not None
-        age = session.ctx.memory.get(("age", LAYER))
+        (age,) = ages
 
     indices = caught["indices"]
     block: Any = model.transformer_blocks[LAYER]
@@ -92,7 +92,7 @@ def test_the_counterfactual_is_the_derivative_of_moving_a_token_to_its_own_updat
         def what_it_gets(b: int, i: int, x: Tensor, updates: dict[int, Tensor]) -> Tensor:
             if not options:
                 return torch.zeros_like(x[i])
-            if options["rejected"] == "cached":
+            if options["fill"] == "cached":
                 share = (float(age[b, i]) + 1) / AGO
                 return (1 - share) * teacher.updates[LAYER][b, i] + share * earlier.updates[LAYER][b, i]
 
@@ -161,7 +161,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("reuse"))
 
 
-AGED = {"rejected": "cached", "signals": ["time", "prompt", "layer", "age"]}
+AGED = {"fill": "cached", "signals": ["time", "prompt", "layer", "age"]}
 
 
 def trained(folder: Path, output: Path, **changes: Any) -> tuple[Trainer, Path]:
@@ -192,7 +192,7 @@ def test_training_with_a_cache_learns_age_and_costs_one_dense_pass_more(folder: 
     assert any(router.proj_a.abs().max() > 0 for router in routers.routers)
     loaded = shiva.ShivaCheckpoint.from_pretrained(checkpoint)
     assert loaded.method_config.signals == ("time", "prompt", "layer", "age")
-    assert loaded.method_config.rejected == "cached"
+    assert loaded.method_config.fill == "cached"
     measured = trainer.validator.measure()
     assert measured["mse/keep_0.5"] > 0, "validation runs the reduced model, not a first step"
 
@@ -209,7 +209,7 @@ def test_recomputing_blocks_draws_the_same_ages(folder: Path, tmp_path: Path) ->
         for parameter in routers:
             parameter.requires_grad_(True)
         batch = trainer.validator.batches()[0]
-        batch.exploration.ratio, batch.exploration.score_noise = 0.5, 0.3
+        batch = replace(batch, exploration=replace(batch.exploration, ratio=0.5, score_noise=0.3))
         trainer.session.transformer.train(checkpointing)
         trainer.objectives.backward(batch, 1.0, Tensor.backward)
         gradients.append([p.grad for p in routers if p.grad is not None])
@@ -218,23 +218,23 @@ def test_recomputing_blocks_draws_the_same_ages(folder: Path, tmp_path: Path) ->
         torch.testing.assert_close(recomputed, plain, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("rejected", ["cached", "near", "auto"])
+@pytest.mark.parametrize("fill", ["cached", "near", "auto"])
 @pytest.mark.parametrize("name", ["NeuralSort", "LapSum", "DiffCR", "Shiva"])
-def test_every_selector_trains_with_it(name: str, rejected: str, folder: Path, tmp_path: Path) -> None:
-    method: dict[str, Any] = {"name": name, "rejected": rejected, "keep": 0.5}
+def test_every_selector_trains_with_it(name: str, fill: str, folder: Path, tmp_path: Path) -> None:
+    method: dict[str, Any] = {"name": name, "fill": fill, "keep": 0.5}
     if name == "Shiva":
-        method = {"rejected": rejected, "estimator": "input", "budget": 0.5}
+        method = {"fill": fill, "estimator": "input", "budget": 0.5}
     recipe = tiny_recipe(folder, stages=[])
     recipe["method"] = method
     recipe["stages"] = [{"name": "all", "steps": 1, "trains": ["router"], "ratios": "stratified"}]
     trainer = Trainer(recipe_from(recipe), tmp_path)
     trainer.prepare()
     batch = trainer.validator.batches()[0]
-    batch.exploration.ratio = 0.5
+    batch = replace(batch, exploration=replace(batch.exploration, ratio=0.5))
     routers = trainer.method.groups()["router"]
     for parameter in routers:
         parameter.requires_grad_(True)
-    losses = trainer.objectives.backward(batch, 1.0, Tensor.backward)
+    losses, _ = trainer.objectives.backward(batch, 1.0, Tensor.backward)
     assert losses["loss"].isfinite()
     assert any(p.grad is not None and p.grad.abs().max() > 0 for p in routers)
 
@@ -242,14 +242,13 @@ def test_every_selector_trains_with_it(name: str, rejected: str, folder: Path, t
 def test_what_cannot_train_with_it_says_why() -> None:
     spec = BackboneSpec("SD3Transformer2DModel", 4, 32, 32, 32)
     model = make_sd3()
-    with shiva.attach(model, shiva.DyDiT(rejected="cached")) as session:
+    with shiva.attach(model, shiva.DyDiT(fill="cached")) as session:
         session.method.train()
-        with pytest.raises(ValueError, match="DyDiT trains with rejected='identity'"):
+        with pytest.raises(ValueError, match="DyDiT trains with fill='identity'"):
             model(**call_sd3(1, ROWS, COLUMNS))
-    with shiva.attach(model, shiva.Shiva(rejected="cached")) as session:
+    with shiva.attach(model, shiva.Shiva(fill="cached")) as session:
         session.method.train()
-        session.method.exploration.ratio = 0.5
-        with pytest.raises(ValueError, match=r"session\.teacher\.earlier"):
-            model(**call_sd3(1, ROWS, COLUMNS))
-    with pytest.raises(ValueError, match="signal='size' is unknown"):
+        with pytest.raises(ValueError, match=r"the teacher's `earlier`"):
+            session.call(call_sd3(1, ROWS, COLUMNS), explore=Exploration(ratio=0.5))
+    with pytest.raises(ValueError, match=r"signals\[1\]='size' is unknown"):
         shiva.Shiva(signals=("time", "size")).build(spec)

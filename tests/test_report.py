@@ -14,14 +14,15 @@ import torch
 from PIL import Image, ImageChops
 
 from browser import PHONE, become_a_phone, complaints, open_browser, requested
+from shiva.cli.report import report
 from shiva.core.trace import Trace
-from shiva.measure.style import encode, family, plot
-from shiva.report import figures
-from shiva.report.demo import main_cast
-from shiva.report.evaluation import figure_of
-from shiva.report.figures import Point, pareto_front
-from shiva.report.page import THUMBNAIL, Page
-from shiva.report.report import add, report
+from shiva.show import figures
+from shiva.show.collect import add
+from shiva.show.eval_page import figure_of
+from shiva.show.figures import Point, pareto_front
+from shiva.show.page import THUMBNAIL, Page
+from shiva.show.side_by_side import main_table
+from shiva.show.style import encode, family, plot
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -110,18 +111,18 @@ def test_a_figure_without_data_says_what_to_pass(tmp_path: Path) -> None:
 
 
 def evaluation(folder: Path) -> Path:
-    """What `shiva eval` leaves: two prompts, three contenders, one of them without its last image."""
+    """What `shiva eval` leaves: two prompts, three candidates, one of them without its last image."""
     shades = {"ToMeSD <25%>": "#0f0", "dense": "#f00", "Shiva 60%": "#00f"}
-    contenders = {name: {"slug": slug} for name, slug in zip(shades, ("tomesd", "dense", "shiva-60"), strict=True)}
+    candidates = {name: {"slug": slug} for name, slug in zip(shades, ("tomesd", "dense", "shiva-60"), strict=True)}
     settings = {"model": "models/emoji", "steps": 20, "guidance": 4.0, "prompts": "emoji"}
     run = {"settings": settings, "seeds": [0, 1], "prompts": [{"text": "a fox"}, {"text": "<b>cake</b>"}]}
     (folder / "tables").mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({**run, "contenders": contenders, "skipped": {"DyDiT": "no weights"}}))
-    for name, contender in contenders.items():
+    (folder / "run.json").write_text(json.dumps({**run, "candidates": candidates, "skipped": {"DyDiT": "no weights"}}))
+    for name, candidate in candidates.items():
         for index in range(2):
             if (name, index) == ("Shiva 60%", 1):
                 continue
-            path = folder / "images" / contender["slug"] / "0" / f"{index:05d}.png"
+            path = folder / "images" / candidate["slug"] / "0" / f"{index:05d}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (16, 16), shades[name]).save(path)
     quality = {
@@ -194,6 +195,45 @@ def test_quality_is_drawn_against_both_costs_but_not_at_equal_cost(tmp_path: Pat
     add(page, evaluation(tmp_path / "eval"))
     drawn = re.findall("<figcaption>([^<]+); the line", str(page))
     assert drawn == ["PSNR to dense, dB against GFLOPs", "PSNR to dense, dB against latency, s"]
+
+
+def test_linked_folders_are_left_out_so_that_a_loop_ends(tmp_path: Path) -> None:
+    folder = tmp_path / "all"
+    shown = evaluation(folder / "eval")
+    (shown / "runs").mkdir()
+    (shown / "runs" / "loop").symlink_to(shown, target_is_directory=True)
+    (folder / "loop").symlink_to(folder, target_is_directory=True)
+    (folder / "itself").symlink_to(folder / "itself")
+    page = Page("Test")
+    add(page, folder)
+    assert sum(heading.startswith("Evaluation") for heading in page.sections.values()) == 1
+
+
+def test_only_images_of_the_folder_itself_are_carried(tmp_path: Path) -> None:
+    folder, secret = tmp_path / "bench", tmp_path / "secret.png"
+    folder.mkdir()
+    Image.new("RGB", (4, 4), "red").save(secret)
+    Image.new("RGB", (4, 4), "blue").save(folder / "own.png")
+    (folder / "linked.png").symlink_to(secret)
+    (folder / "text.png").write_text("password")
+    for name in ("own", "linked", "text"):
+        write(folder / f"{name}.json", {"tables": [{"title": name, "columns": ["method"], "rows": [["x"]]}]})
+    page = Page("Test")
+    add(page, folder)
+    assert str(page).count("<figure") == 1
+    assert base64.b64encode((folder / "own.png").read_bytes()).decode() in str(page)
+    assert base64.b64encode(b"password").decode() not in str(page)
+
+    shown = evaluation(tmp_path / "eval")
+    run = json.loads((shown / "run.json").read_text())
+    run["candidates"]["dense"]["slug"] = "../../images"
+    (tmp_path / "images" / "0").mkdir(parents=True)
+    secret.rename(tmp_path / "images" / "0" / "00000.png")
+    write(shown / "run.json", run)
+    page = Page("Test")
+    add(page, shown)
+    assert 'alt="a fox, dense"' not in str(page)
+    assert 'alt="a fox, ToMeSD' in str(page)
 
 
 def test_one_prompt_can_be_shown(tmp_path: Path) -> None:
@@ -275,12 +315,12 @@ def test_without_matplotlib_the_page_says_so(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_the_demo_shows_dense_and_shiva_beside_the_baselines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
-    contenders, _ = main_cast("recipes/eval/emoji.yaml")
-    assert next(iter(contenders)) == "dense"
+    candidates, _ = main_table("recipes/eval/emoji.yaml")
+    assert next(iter(candidates)) == "dense"
     shiva = {f"Shiva {budget}" for budget in (90, 80, 70, 60)} | {"Sweep 60"}
-    assert shiva <= contenders.keys()
-    assert {"ToMeSD", "ToFu", "SDTM", "ToMA", "IBTM"} <= contenders.keys()
-    assert {"NeuralSort", "SparseDiT", "DyDiT", "DiffCR"} <= contenders.keys()
+    assert shiva <= candidates.keys()
+    assert {"ToMeSD", "ToFu", "SDTM", "ToMA", "IBTM"} <= candidates.keys()
+    assert {"NeuralSort", "SparseDiT", "DyDiT", "DiffCR"} <= candidates.keys()
 
 
 def visible(browser: Any) -> list[str]:

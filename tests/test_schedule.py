@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shiva.core.cost import CostModel, Flops, SiteCost
-from shiva.modules.losses import BudgetController, normalized_distance
-from shiva.modules.policy import FiLMPolicy, RatioPolicy
-from shiva.modules.router import ContextRouter, RouterBank, group_size
-from shiva.modules.schedule import RatioSchedule
+from shiva.ops.losses import BudgetController, normalized_distance
+from shiva.ops.policy import FiLMPolicy, RatioPolicy
+from shiva.ops.router import ContextRouter, RouterBank, group_size
+from shiva.ops.schedule import RatioSchedule
 
 
 def varied(seed: int = 0, steps: int = 7, layers: int = 6, spread: float = 2.0) -> RatioSchedule:

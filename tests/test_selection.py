@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shiva.core.reduction import flat_rows, gather, scatter, select
-from shiva.modules.softrank import soft_rank
-from shiva.modules.topk import (
+from shiva.ops.softrank import soft_rank
+from shiva.ops.topk import (
     Selection,
     guess_updates,
     hard_topk,
@@ -140,7 +140,7 @@ def test_guesses_are_what_they_say() -> None:
     torch.testing.assert_close(ridge, full @ linear + 3.0, rtol=1e-3, atol=1e-3)
     mean = guess_updates("mean", updates, inputs, full, None)
     torch.testing.assert_close(mean[:, 7], updates.mean(dim=1))
-    with pytest.raises(ValueError, match="session.teacher"):
+    with pytest.raises(ValueError, match="session.call"):
         guess_updates("teacher", updates, inputs, full, None)
 
 

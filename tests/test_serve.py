@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
+import gradio
 import pytest
 import torch
 from PIL import Image, ImageChops
@@ -13,10 +17,10 @@ from typer.testing import CliRunner
 
 from browser import PATIENCE, complaints, installed, open_browser, requested
 from shiva.cli import app
-from shiva.measure.generate import load_with_arguments
-from shiva.methods import Shiva
-from shiva.report import serve
-from shiva.report.studio import LONGEST_PROMPT, Request, Studio
+from shiva.evaluate.drawing import load_with_arguments
+from shiva.methods import Sweep
+from shiva.show import server
+from shiva.show.studio import LONGEST_PROMPT, Drawn, Request, Studio
 
 EMOJI = Path(__file__).parent.parent / "models" / "emoji"
 
@@ -40,8 +44,8 @@ def test_budget_one_is_the_dense_image_and_less_is_what_was_planned(studio: Stud
     part, plan = studio.draw(Request("red apple", 3, 4, 0.6)), studio.plan(0.6, 4)
     assert part.dense is whole.dense  # remembered: dragging the budget draws one image
     assert (whole.remembered, part.remembered) == (False, True)
-    assert " s when first drawn |" in serve.tell(part)
-    assert " s when first drawn |" not in serve.tell(whole)
+    assert " s when first drawn |" in server.figures_of(part)
+    assert " s when first drawn |" not in server.figures_of(whole)
     assert ImageChops.difference(part.dense, part.reduced).getbbox() is not None
     torch.testing.assert_close(part.masks.float().mean(dim=(-2, -1)), plan.keep)
     assert part.flops == pytest.approx(plan.flops)
@@ -61,9 +65,12 @@ REFUSED = [
     (("a", -1, 4, 0.6), "seed -1 is outside"),
     (("a", 0, 1000, 0.6), "steps 1000 is outside 4 to 50"),
     (("a", 0, 4, 0.1), "budget 0.1 is outside 0.4 to 1.0"),
-    (("a", None, 4, 0.6), "must be numbers"),
-    (("a", 0, "many", 0.6), "must be numbers"),
-    (("a", float("nan"), 4, 0.6), "finite"),
+    (("a", None, 4, 0.6), "seed None is none of the numbers"),
+    (("a", 0, "many", 0.6), "steps 'many' is none of the numbers"),
+    (("a", float("nan"), 4, 0.6), "seed nan is outside"),
+    (("a", 0, float("inf"), 0.6), "steps inf is outside"),
+    (("a", 0, 4, float("nan")), "budget nan is outside"),
+    (("a", 0, 4.5, 0.6), "steps 4.5 is no whole number"),
 ]
 
 
@@ -83,11 +90,11 @@ def test_a_method_without_a_budget_is_refused() -> None:
 def test_without_gradio_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "gradio", None)
     with pytest.raises(ImportError, match=r"\.\[serve\]"):
-        serve.need_gradio()
+        server.need_gradio()
 
 
 def test_a_studio_takes_another_shiva(studio: Studio) -> None:
-    assert isinstance(studio.source, Shiva)
+    assert isinstance(studio.source, Sweep)
     assert studio.method(0.7).config.budget == 0.7
 
 
@@ -97,6 +104,63 @@ def test_a_port_that_is_none_is_refused() -> None:
     assert "--port" in result.output
 
 
+HOSTS = [
+    ("127.0.0.1", "127.0.0.1:7860", None, True),
+    ("127.0.0.1", "localhost:7860", "http://localhost:7860", True),
+    ("127.0.0.1", "[::1]:7860", None, True),
+    ("127.0.0.1", "evil.example:7860", None, False),
+    ("127.0.0.1", "127.0.0.1:7860", "http://evil.example", False),
+    ("127.0.0.1", "127.0.0.1:7860", "null", False),
+    ("127.0.0.1", "192.168.0.9:7860", None, False),
+    ("127.0.0.1", "", None, False),
+    ("0.0.0.0", "192.168.0.9:7860", "http://192.168.0.9:7860", True),
+    ("0.0.0.0", "evil.example:7860", None, False),
+    ("box.lan", "box.lan:7860", "http://box.lan:7860", True),
+]
+
+
+@pytest.mark.parametrize(("bound", "host", "origin", "served"), HOSTS)
+def test_requests_under_another_name_are_refused(bound: str, host: str, origin: str | None, served: bool) -> None:
+    sent: list[Any] = []
+
+    async def page(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"host", host.encode()), *([] if origin is None else [(b"origin", origin.encode())])]
+    asyncio.run(server.OwnPagesOnly(page, bound)({"type": "http", "headers": headers}, None, send))
+    assert sent[0]["status"] == (200 if served else 403)
+
+
+def test_every_route_refuses_names_and_numbers_that_are_not_ours(studio: Studio) -> None:
+    page = server.build(studio, "Shiva on emoji", "untrained", steps=4)
+    address = launched(page)
+    try:
+        for path in ("", "gradio_api/info", "config"):
+            request = urllib.request.Request(f"{address}{path}", headers={"Host": "evil.example"})
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                urllib.request.urlopen(request, timeout=PATIENCE)
+        routes = {function.api_name: function.fn for function in page.fns.values()}
+        wrong = [float("nan"), float("inf"), -1, 10**10, "x", None]
+        drawn = Drawn(None, None, 1.0, False, 1.0, 1.0, 1.0, torch.ones(4, studio.spec.layers, 2, 2) > 0)
+        for value in wrong:
+            for name, given in (
+                ("preview", (value, 4)),
+                ("preview", (0.6, value)),
+                ("draw", ("a", value, 4, 0.6, 1, 1)),
+                ("draw", ("a", 0, 4, 0.6, value, 1)),
+                ("draw", ("a", 0, 4, 0.6, 1, value)),
+                ("mask", (drawn, value, 1)),
+                ("mask", (drawn, 1, value)),
+            ):
+                with pytest.raises(gradio.Error, match="is outside|is none of the numbers"):
+                    routes[name](*given)
+    finally:
+        page.close()
+
+
 # -- several people --------------------------------------------------------------------------------------
 
 
@@ -104,7 +168,7 @@ def test_a_port_that_is_none_is_refused() -> None:
 def test_two_people_at_once_see_their_own(studio: Studio) -> None:
     from gradio_client import Client
 
-    page = serve.build(studio, "Shiva on emoji", "untrained", steps=4)
+    page = server.build(studio, "Shiva on emoji", "untrained", steps=4)
     address = launched(page)
     try:
         asked = {"red apple": 1.0, "a fox": 0.4}
@@ -116,8 +180,8 @@ def test_two_people_at_once_see_their_own(studio: Studio) -> None:
         for prompt, budget in asked.items():
             expected = studio.draw(Request(prompt, 5, 4, budget))
             dense, reduced, told, *_ = drawings[prompt].result(timeout=PATIENCE)
-            assert same_image(dense, serve.enlarge(expected.dense))
-            assert same_image(reduced, serve.enlarge(expected.reduced))
+            assert same_image(dense, server.enlarge(expected.dense))
+            assert same_image(reduced, server.enlarge(expected.reduced))
             assert ("identical" in told) == (budget == 1.0)
             _, share = people[prompt].predict(3, 2, api_name="/mask")
             assert share == f"{expected.masks[2, 3].float().mean():.0%} of 256 tokens"
@@ -126,7 +190,7 @@ def test_two_people_at_once_see_their_own(studio: Studio) -> None:
 
 
 def test_a_newcomer_sees_the_table_however_many_drawings_wait(studio: Studio) -> None:
-    page = serve.build(studio, "Shiva on emoji", "untrained", steps=4)
+    page = server.build(studio, "Shiva on emoji", "untrained", steps=4)
     queued = {function.api_name: function.queue for function in page.fns.values()}
     assert queued == {"draw": True, "preview": False, "mask": False}
 
@@ -149,7 +213,7 @@ def launched(page: Any, attempts: int = 5) -> str:
     """Gradio gives its server five seconds to start, which a busy machine may exceed."""
     for left in reversed(range(attempts)):
         try:
-            return serve.launch(page, "127.0.0.1", free_port(), wait=False)
+            return server.launch(page, "127.0.0.1", free_port(), wait=False)
         except OSError:
             if not left:
                 raise
@@ -183,7 +247,7 @@ def test_a_person_types_drags_and_sees_both_images_and_the_figures_change(studio
     from selenium.webdriver.support.ui import WebDriverWait
 
     installed()
-    page = serve.build(studio, "Shiva on emoji", "untrained", steps=4)
+    page = server.build(studio, "Shiva on emoji", "untrained", steps=4)
     address = launched(page)
     try:
         assert address.startswith("http://127.0.0.1:")

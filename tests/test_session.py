@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
+import threading
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -15,8 +18,10 @@ from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 
 import shiva
-from shiva.backbones import Backbone, Site, Surroundings
+from shiva.backbones import Backbone, Site, backbone_of
+from shiva.backbones.base import registered
 from shiva.core.context import StepContext
+from shiva.core.layout import Layout
 from shiva.core.method import BackboneSpec, Method, MethodConfig, Place
 from shiva.core.options import share
 from shiva.core.reduction import Reduction, select
@@ -131,9 +136,15 @@ def test_a_step_compiles_without_graph_breaks_once_per_distinct_row(backbone: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"age": 0.5}, {"signals": ("time", "prompt", "layer", "age")}, {"score": "sweep", "attends": "all"}]
+    "config",
+    [
+        shiva.Shiva(budget=0.5, fill="cached", age=0.5),
+        shiva.Shiva(budget=0.5, fill="cached", signals=("time", "prompt", "layer", "age")),
+        shiva.Sweep(budget=0.5),
+    ],
+    ids=["age", "age as a signal", "sweep"],
 )
-def test_cached_updates_and_age_compile_too(options: dict[str, Any]) -> None:
+def test_cached_updates_and_age_compile_too(config: MethodConfig) -> None:
     torch._dynamo.reset()
     model, tiny = make_sd3(), BACKBONES["sd3"]
     graphs = []
@@ -143,9 +154,9 @@ def test_cached_updates_and_age_compile_too(options: dict[str, Any]) -> None:
         return graph.forward
 
     calls = [tiny.call(2, 6, 6, timestep=t) for t in (900.0, 600.0, 300.0, 200.0)]
-    with shiva.attach(model, shiva.Shiva(budget=0.5, rejected="cached", **options)) as session:
-        for router in session.method.routers.routers:
-            if router.proj_a is not None:
+    with shiva.attach(model, config) as session:
+        for router in getattr(session.method, "routers", nn.ModuleList()).modules():
+            if getattr(router, "proj_a", None) is not None:
                 torch.nn.init.normal_(router.proj_a)
         eager = [run(model, call) for call in calls]
         assert session.stats[0].kept["transformer_blocks.1"] == 36
@@ -187,14 +198,61 @@ def test_record_holds_every_block_dense_and_reduced() -> None:
     torch.testing.assert_close(teacher.updates[1], teacher.outputs[1] - teacher.outputs[0])
 
 
-def test_attaching_twice_is_refused_and_the_first_session_stays() -> None:
+def test_attaching_again_replaces_the_session_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     model, call = make_sd3(), BACKBONES["sd3"].call(1, 6, 6)
-    session = shiva.attach(model, shiva.Shiva(budget=0.5))
-    before = run(model, call)
-    with pytest.raises(ValueError, match="already attached.*detach"):
-        shiva.attach(model, shiva.Shiva(budget=0.7))
-    assert torch.equal(run(model, call), before)
-    session.detach()
+    dense = run(model, call)
+    first = shiva.attach(model, shiva.Shiva(budget=0.5))
+    run(model, call)
+    with pytest.raises(ValueError, match="budget=7"):
+        shiva.attach(model, shiva.Shiva, budget=7)
+    assert first.attached, "a refused attach changes nothing"
+    second = shiva.attach(model, "shiva", budget=0.7)
+    assert "is replaced by" in caplog.text
+    run(model, call)
+    assert second.stats[0].kept["transformer_blocks.1"] == 25
+    assert not first.attached
+    assert shiva.summary(model).keep == second.summary().keep
+    shiva.detach(model)
+    assert torch.equal(run(model, call), dense)
+    with pytest.raises(ValueError, match=r"no Shiva session.*shiva\.attach"):
+        shiva.summary(model)
+
+
+def test_one_session_serves_one_thread_at_a_time() -> None:
+    model, call = make_sd3(), BACKBONES["sd3"].call(1, 6, 6)
+    with shiva.attach(model, shiva.Shiva(budget=0.5)) as session:
+        refused: list[str] = []
+
+        def elsewhere() -> None:
+            try:
+                run(model, call)
+            except RuntimeError as error:
+                refused.append(str(error))
+
+        begin = session.method.begin_step
+
+        def meanwhile(ctx: StepContext) -> None:
+            session.method.begin_step = begin  # type: ignore[method-assign]
+            other = threading.Thread(target=elsewhere)
+            other.start()
+            other.join()
+            begin(ctx)
+
+        session.method.begin_step = meanwhile  # type: ignore[method-assign]
+        run(model, call)
+        assert len(refused) == 1
+        assert "another thread" in refused[0]
+        run(model, call)
+
+
+def test_an_attached_model_is_neither_copied_nor_pickled() -> None:
+    model = make_sd3()
+    with shiva.attach(model, shiva.Sweep(budget=0.5)):
+        with pytest.raises(RuntimeError, match="detach"):
+            copy.deepcopy(model)
+        with pytest.raises(RuntimeError, match="detach"):
+            pickle.dumps(model)
+    copy.deepcopy(model)
 
 
 def test_what_cannot_be_attached_to_says_why() -> None:
@@ -206,7 +264,7 @@ def test_what_cannot_be_attached_to_says_why() -> None:
         shiva.attach(3, shiva.Shiva())
     with pytest.raises(TypeError, match="cannot attach a dict"):
         shiva.attach(make_sd3(), {})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="matches none of the 20 sites"):
+    with pytest.raises(ValueError, match="matches none of the 4 sites"):
         shiva.attach(make_sd3(), Untouched(MethodConfig(), BackboneSpec("", 4, 32, 32, 20)))
 
 
@@ -236,15 +294,26 @@ def test_attention_caches_are_refused_by_name(hook: str) -> None:
 BAD_OPTIONS = [
     ({"budget": 0.0}, "budget=0.0 is not above 0; pass a share above 0 and at most 1"),
     ({"budget": 1.4}, "budget=1.4 is above 1; pass a share above 0 and at most 1"),
-    ({"budget": float("nan")}, "budget=nan is not a number"),
+    ({"budget": float("nan")}, "budget=nan is not finite"),
     ({"budgt": 0.5}, "no option 'budgt'; did you mean 'budget'?"),
     ({"budget": 0.5, "flops": 0.5}, "exclude each other"),
     ({"guess": "median"}, "guess='median' is unknown; pass one of 'zero', 'mean', 'ridge', 'teacher'"),
     ({"sharing": "trio"}, "sharing='trio' is unknown"),
     ({"dense": (0, 7)}, "names layer 7, but SD3Transformer2DModel has 4"),
     ({"dense": (0, 1, 2, 3)}, "all 4 layers are dense"),
-    ({"bucket": 0}, "bucket=0 must be at least 1"),
+    ({"bucket": 0}, "bucket=0 is not at least 1; pass a number of at least 1"),
     ({"guidance": "both"}, "guidance='both' is unknown; pass one of 'shared', 'per-sample', 'max'"),
+    ({"budget": True}, "budget=True is not a number"),
+    ({"budget": "0.5"}, "budget='0.5' is not a number"),
+    ({"budget": [0.5]}, "budget=[0.5] is not a number"),
+    ({"flops": float("inf")}, "flops=inf is not finite"),
+    ({"dense": [0.5]}, "dense[0]=0.5 is not a whole number"),
+    ({"dense": 0}, "dense=0 is not a list; write [0]"),
+    ({"dense": (-1,)}, "dense[0]=-1 is not at least 0"),
+    ({"bucket": 1.5}, "bucket=1.5 is not a whole number"),
+    ({"bottleneck": 10**9}, "bottleneck=1000000000 is above 65536"),
+    ({"share_pairs": 1}, "share_pairs=1 is not true or false"),
+    ({"guidance": 3}, "guidance=3 is unknown; pass one of 'shared', 'per-sample', 'max'"),
     ({"cfg": "both"}, "cfg='both' is unknown; pass one of 'auto', 'batched', 'sequential', 'none'"),
 ]
 
@@ -292,10 +361,10 @@ def test_untrained_weights_are_told_once_and_only_where_they_choose() -> None:
     config = shiva.Shiva(budget=0.5)
     for source in (config, shiva.DyDiT(bias=0.0)):
         (message,) = told(source)
-        assert "attach a trained checkpoint, or shiva.Shiva.preset('sweep')" in message
+        assert "attach a trained checkpoint, or shiva.Sweep" in message
     assert not told(config, train=True)
-    built = config.build(shiva.session.backbone_of(model).spec(model))
-    for source in (shiva.Shiva.preset("sweep", budget=0.5), shiva.Shiva(budget=1.0), shiva.ToMeSD(), built):
+    built = config.build(backbone_of(model).spec(model))
+    for source in (shiva.Sweep(budget=0.5), shiva.Shiva(budget=1.0), shiva.ToMeSD(), built):
         assert not told(source)
     assert not told(shiva.ShivaCheckpoint.of(built))
 
@@ -308,11 +377,11 @@ def test_nan_scores_are_refused() -> None:
             run(model, BACKBONES["sd3"].call(1, 6, 6))
 
 
-def test_reference_tokens_of_kontext_are_refused() -> None:
+def test_position_ids_of_no_grid_are_refused() -> None:
     call = BACKBONES["flux"].call(1, 4, 4)
     call["hidden_states"] = torch.cat([call["hidden_states"]] * 2, dim=1)
     call["img_ids"] = torch.cat([call["img_ids"]] * 2)
-    with shiva.attach(make_flux(), shiva.Shiva()) as session, pytest.raises(ValueError, match="Kontext"):
+    with shiva.attach(make_flux(), shiva.Shiva()) as session, pytest.raises(ValueError, match="cut or joined"):
         run(session.transformer, call)
 
 
@@ -378,7 +447,10 @@ def test_detach_lets_go_of_what_the_run_carried() -> None:
     run(model, call)
     assert session.summary().cached_bytes > 0
     assert session.ctx is not None
-    carried = [weakref.ref(value) for value in session.ctx.run.values()]
+    run_state = session.ctx.run
+    carried = [weakref.ref(value) for value in (*run_state.merged.values(), *run_state.results.values())]
+    assert carried
+    del run_state
     session.detach()
     gc.collect()
     assert all(value() is None for value in carried)
@@ -386,7 +458,9 @@ def test_detach_lets_go_of_what_the_run_carried() -> None:
         session.summary()
 
 
-def test_an_architecture_from_outside_can_be_added() -> None:
+def test_an_architecture_from_outside_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shiva.backbones.base._REGISTRY", dict(registered()))
+
     class Toy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -408,8 +482,8 @@ def test_an_architecture_from_outside_can_be_added() -> None:
         def spec(self, transformer: Any) -> BackboneSpec:
             return BackboneSpec("Toy", 3, 8, 8, 8)
 
-        def surroundings(self, transformer: Any, call: dict[str, Any]) -> Surroundings:
-            return Surroundings((1, call["hidden_states"].shape[1]), call["timestep"], 0)
+        def layout(self, transformer: Any, call: dict[str, Any]) -> Layout:
+            return Layout(1, call["hidden_states"].shape[1])
 
     shiva.register_backbone(ToyBackbone())
     model, x = Toy(), noise(1, 10, 8)
@@ -424,3 +498,54 @@ def test_share_accepts_the_ends_it_says() -> None:
     assert share("ratio", 0.0, zero=True) == 0.0
     with pytest.raises(ValueError, match="ratio=-0.1 is not at least 0"):
         share("ratio", -0.1, zero=True)
+
+
+FREE_SWEEP = shiva.Sweep(budget=0.9, fill="identity", attends="selected")
+"""Also the first step of its runs is reduced."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", [FREE_SWEEP, shiva.LapSum(keep=0.9)])
+def test_a_budget_turned_in_place_acts_from_the_next_run_as_if_attached_with_it(method: Any) -> None:
+    model, tiny = make_sd3(), BACKBONES["sd3"]
+    knob = method.knob
+
+    def outputs(session: Any) -> list[torch.Tensor]:
+        session.begin_run()
+        torch.manual_seed(0)
+        return [model(**tiny.call(1, 6, 6, timestep))[0] for timestep in (900.0, 500.0)]
+
+    torch.manual_seed(1)
+    with shiva.attach(model, method.changed({knob: 0.5})) as session:
+        expected = outputs(session)
+        weights = session.method.state_dict()
+    with shiva.attach(model, method) as session:
+        session.method.load_state_dict(weights) if weights else None
+        before = outputs(session)
+        model(**tiny.call(1, 6, 6, 900.0))
+        session.set_budget(0.5)
+        assert session.budget == 0.5
+        assert getattr(session.method.config, knob) == 0.9, "the run that is under way keeps its own"
+        after = outputs(session)
+    assert all(map(torch.equal, after, expected))
+    assert not all(map(torch.equal, before, expected))
+
+
+@torch.no_grad()
+def test_a_budget_is_turned_to_a_share_of_flops_and_refused_by_name() -> None:
+    model, tiny = make_sd3(), BACKBONES["sd3"]
+    with shiva.attach(model, FREE_SWEEP) as session:
+        session.set_budget(flops=0.7)
+        model(**tiny.call(1, 8, 8))
+        assert (session.method.config.budget, session.budget) == (None, 0.7)
+        assert session.summary().flops_share == pytest.approx(0.7, abs=0.03)
+        for wrong in ({}, {"budget": 0.5, "flops": 0.5}, {"budget": 7}, {"budget": "0.5"}, {"flops": True}):
+            with pytest.raises(ValueError, match="budget|flops"):
+                session.set_budget(**wrong)
+        with pytest.raises(AttributeError, match=r"session.set_budget\(0.5\)"):
+            session.budget = 0.5
+    with (
+        shiva.attach(model, shiva.ToMeSD()) as session,
+        pytest.raises(ValueError, match="ToMeSD has no budget to turn"),
+    ):
+        session.set_budget(0.5)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shiva.modules import softrank, softrank_cells, softrank_soe
-from shiva.modules.softrank import soft_rank
+from shiva.ops import softrank, softrank_cells, softrank_soe
+from shiva.ops.softrank import soft_rank
 
 METHODS = ("direct", "cells", "soe")
 TAU = 0.05

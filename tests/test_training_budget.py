@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 import shiva
-from shiva.core.method import BackboneSpec, Exploration
+from shiva.core.context import Exploration
+from shiva.core.method import BackboneSpec
 from shiva.methods.shiva import ShivaMethod
-from shiva.modules.losses import BudgetController
-from shiva.modules.schedule import RatioSchedule
-from shiva.training.sampling import strata
-from shiva.training.stages import Stage
+from shiva.ops.losses import BudgetController
+from shiva.ops.schedule import RatioSchedule
+from shiva.training.noise import strata
+from shiva.training.sections import Stage
 
 SPEC = BackboneSpec("Tiny", layers=6, width=8, time_width=8, prompt_width=8)
 
@@ -35,8 +36,7 @@ def steer(built: ShivaMethod, steps: int, pull: float, noise: float, weight: flo
     for step in range(steps):
         timesteps = [1000 * q for q in strata(0, step, 8)]
         optimizer.param_groups[0]["lr"] = 1e-4 * stage.rate_factor(step)
-        built.exploration = Exploration(logit_noise=noise)
-        built.begin_batch(timesteps)
+        built.begin_batch(timesteps, Exploration(logit_noise=noise))
         logits = policy.logits(torch.tensor(timesteps))  # (M, L)
         noisy = torch.sigmoid(logits + built._logit_noise)[:, 1:]
         tracked = torch.sigmoid(logits)[:, 1:] if built.config.noise_free else noisy
@@ -50,10 +50,11 @@ def steer(built: ShivaMethod, steps: int, pull: float, noise: float, weight: flo
 def micro(shiva_method: ShivaMethod, timestep: float, index: int, noise: float) -> tuple[Tensor, Tensor]:
     """Ratios (L,) and the tracked mean of one micro-batch."""
     from shiva.core.context import StepContext
+    from shiva.core.layout import Layout
 
-    shiva_method.exploration = Exploration(logit_noise=noise, index=index)
-    ctx = StepContext(grid=(4, 4), timestep=timestep)
-    return shiva_method.training_ratios(ctx), ctx.memory["mean keep"]
+    explore = Exploration(logit_noise=noise, index=index)
+    ctx = StepContext(Layout(4, 4), timestep, now=shiva_method.new_step(), explore=explore)
+    return shiva_method.training_ratios(ctx), ctx.now.mean_keep
 
 
 def test_without_a_task_the_papers_controller_reaches_the_target() -> None:
@@ -75,8 +76,7 @@ def test_micro_batches_add_up_to_the_global_batch() -> None:
     with torch.no_grad():
         for parameter in built.policy.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    built.exploration = Exploration(logit_noise=1.0)
-    built.begin_batch(timesteps)
+    built.begin_batch(timesteps, Exploration(logit_noise=1.0))
     parts = [micro(built, t, i, 1.0)[1] for i, t in enumerate(timesteps)]
     (sum(parts) / 4 * built.controller.pressure).backward()  # type: ignore[union-attr]
     accumulated = built.policy.anchor.grad
@@ -93,14 +93,12 @@ def test_micro_batches_add_up_to_the_global_batch() -> None:
 def test_the_noisy_mean_is_the_one_the_micro_batches_used() -> None:
     timesteps = [800.0, 100.0]
     built = method(noise_free=False, dual=0.0, beta=1.0)
-    built.exploration = Exploration(logit_noise=1.0)
-    built.begin_batch(timesteps)
+    built.begin_batch(timesteps, Exploration(logit_noise=1.0))
     used = torch.stack([micro(built, t, i, 1.0)[0][1:] for i, t in enumerate(timesteps)]).mean()
     torch.testing.assert_close(built.controller.mu, used.detach())
 
 
 def test_router_warm_up_leaves_the_controller_alone() -> None:
     built = method()
-    built.exploration = Exploration(ratio=0.3)
-    built.begin_batch([500.0])
+    built.begin_batch([500.0], Exploration(ratio=0.3))
     assert float(built.controller.mu) == pytest.approx(0.6)

@@ -11,13 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from shiva.training.cache import LatentCache
-from shiva.training.data import read_examples, stream_examples
-from shiva.training.encode import SD3Family
-from shiva.training.feed import ImageItems, MapFeed, StreamFeed, load_ahead
-from shiva.training.images import bucket_sizes, nearest_size, to_tensor
-from shiva.training.prepare import Ranks, load_family, prepare
-from shiva.training.recipe import Data, recipe_from
+from shiva.training.cache import LatentCache, Ranks
+from shiva.training.data import (
+    Example,
+    ImageItems,
+    bucket_sizes,
+    nearest_size,
+    read_examples,
+    stream_examples,
+    to_tensor,
+)
+from shiva.training.family import SD3Family, load_family
+from shiva.training.feed import MapFeed, StreamFeed, load_ahead, prepare
+from shiva.training.recipe import recipe_from
+from shiva.training.sections import Data
 from training_tiny import CAPTIONS, make_folder, picture, save_folder, tiny_recipe
 
 
@@ -28,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def family(folder: Path) -> SD3Family:
-    loaded = load_family(recipe_from(tiny_recipe(folder)), torch.device("cpu"), torch.float32)
+    loaded = load_family(recipe_from(tiny_recipe(folder)).model, torch.device("cpu"), torch.float32)
     assert isinstance(loaded, SD3Family)
     return loaded
 
@@ -138,8 +145,6 @@ def test_buckets_have_about_one_area_and_keep_the_aspect() -> None:
 
 
 def test_micro_batches_share_a_shape_and_every_sample_comes_once_an_epoch(family: SD3Family) -> None:
-    from shiva.training.data import Example
-
     pictures = [Example(str(i), picture(i, *((32, 32) if i % 3 else (48, 24)))) for i in range(10)]
     items = ImageItems(pictures, family, bucket_sizes(32, 4, buckets=True))
     feed = MapFeed(items, range(10), 2, seed=0)

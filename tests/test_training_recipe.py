@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from typer.testing import CliRunner
 
+from shiva.cli import app
+from shiva.core.options import conform
+from shiva.training.noise import moment
 from shiva.training.recipe import Recipe, load_recipe, recipe_from
-from shiva.training.stages import STAGES, Stage, Temperatures, moment
+from shiva.training.sections import STAGES, Stage, Temperatures
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 LEAST: dict[str, Any] = {"model": {"path": "somewhere"}, "data": {"path": "data"}}
@@ -45,11 +50,106 @@ def test_the_preset_paper_holds_the_papers_values() -> None:
         ({"data": {"path": "x", "kind": "parket"}}, "data.kind='parket' is unknown"),
         ({"preset": "papr"}, "preset='papr' is unknown"),
         ({"stages": {"joint": {"trains": []}}}, "trains nothing"),
+        ({"stages": {}}, "stages={} changes no stage; leave it out"),
+        ({"stages": []}, r"stages=\[\] trains nothing; leave stages out"),
+        ({"stages": ["warmup"]}, r"stages\[0\] is 'warmup'; give a mapping"),
+        ({"stages": {"warmup": 100}}, r"stages.warmup is 100; give a mapping of options, such as {steps: 100}"),
+        ({"stages": [{"name": "all"}]}, r"stages\[0\] has no 'steps'"),
+        ({"stages": {"joint": {"steps": -3}}}, r"stages\[2\].steps=-3 is not at least 0"),
+        ({"stages": {"joint": {"steps": 2.5}}}, r"stages\[2\].steps=2.5 is not a whole number"),
+        ({"validation": {"samples": -1}}, "validation.samples=-1 is not at least 1; pass a number of at least 1"),
+        (
+            {"validation": {"keeps": [0.5, 1.5]}},
+            r"validation.keeps\[1\]=1.5 is above 1; pass .* at most 1",
+        ),
+        ({"validation": {"keeps": 0.5}}, r"validation.keeps=0.5 is not a list; write \[0.5\]"),
+        ({"optimizer": {"clip": -1}}, "optimizer.clip=-1.0 is not at least 0"),
+        ({"optimizer": {"clip": ".nan"}}, "optimizer.clip='.nan' is not a number"),
+        ({"optimizer": {"rates": {"router": float("inf")}}}, "optimizer.rates.router=inf is not finite"),
+        ({"optimizer": {"betas": [0.9]}}, "has 1 values; give 2"),
+        ({"optimizer": None}, "optimizer is None; give a mapping"),
+        ({"weights": {"bugdet": 3}}, "weights.bugdet=3: weights has no option 'bugdet'; did you mean 'budget'"),
+        ({"weights": {"budget": float("nan")}}, "weights.budget=nan is not finite"),
+        ({"weights": 3}, "weights=3 is not a mapping"),
+        ({"temperatures": {"rank_end": 0}}, "temperatures.rank_end=0.0 is not above 0"),
+        ({"sampling": {"caption_dropout": float("nan")}}, "sampling.caption_dropout=nan is not finite"),
+        ({"sampling": {"batch": True}}, "sampling.batch=True is not a whole number"),
+        ({"data": {"path": "x", "streaming": 1}}, "data.streaming=1 is not true or false"),
+        ({"data": {"path": 7}}, "data.path=7 is not text"),
+        ({"data": {"path": "x", "where": {"score": float("inf")}}}, "data.where.score=inf is not finite"),
+        ({"method": "Shiva"}, "method='Shiva' is not a mapping"),
+        ({"method": {"dual": float("nan")}}, "method.dual=nan is not finite"),
+        ({"method": {"budget": "much"}}, "method.budget='much' is not a number"),
+        ({"seed": "one"}, "seed='one' is not a whole number"),
     ],
 )
 def test_mistakes_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises(ValueError, match=message):
         recipe_from({**LEAST, **changes})
+
+
+def test_what_the_command_line_refuses_it_refuses_before_anything_runs(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: {path: a}\ndata: {path: b}\n")
+    arguments = ["train", str(path), "--check", "--set"]
+    assert CliRunner().invoke(app, [*arguments, "validation.samples=4"]).exit_code == 0
+    for change in ("validation.samples=-1", "optimizer.clip=-1", "weights.bugdet=3", "seed=.inf", "stages={}"):
+        refused = CliRunner().invoke(app, [*arguments, change])
+        assert isinstance(refused.exception, ValueError)
+        assert change.partition("=")[0] in str(refused.exception)
+
+
+@dataclass
+class Inner:
+    share: float = 0.5
+
+
+@dataclass
+class Everything:
+    whole: int = 1
+    number: float = 1
+    flag: bool = True
+    text: str = ""
+    mode: Literal["a", "b"] = "a"
+    maybe: float | None = None
+    either: int | str = 1
+    pair: tuple[int, str] = (1, "x")
+    many: tuple[float, ...] = (0.5, 1)
+    rows: list[int] = field(default_factory=lambda: [1])
+    table: dict[str, float] = field(default_factory=lambda: {"a": 1})
+    inner: Inner = field(default_factory=Inner)
+    anything: Any = None
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("whole", 1.0, "whole=1.0 is not a whole number"),
+        ("whole", True, "whole=True is not a whole number"),
+        ("number", "1", "number='1' is not a number"),
+        ("number", float("nan"), "number=nan is not finite"),
+        ("number", False, "number=False is not a number"),
+        ("flag", 1, "flag=1 is not true or false"),
+        ("text", None, "text=None is not text"),
+        ("mode", "c", "mode='c' is unknown; pass one of 'a', 'b'"),
+        ("maybe", "x", "maybe='x' is not a number"),
+        ("either", 1.5, "either=1.5 is not text"),
+        ("pair", (1,), "pair=\\(1,\\) has 1 values; give 2"),
+        ("pair", (1, 2), r"pair\[1\]=2 is not text"),
+        ("many", (1, float("inf")), r"many\[1\]=inf is not finite"),
+        ("many", "ab", "many='ab' is not a list"),
+        ("rows", [1, "2"], r"rows\[1\]='2' is not a whole number"),
+        ("table", {"a": None}, "table.a=None is not a number"),
+        ("inner", {"shar": 1}, "inner has no option 'shar'; did you mean 'share'"),
+        ("inner", 3, "inner is 3; give a mapping of options"),
+        ("inner", Inner(share="x"), "inner.share='x' is not a number"),
+        ("anything", {"a": [1, float("nan")]}, r"anything.a\[1\]=nan is not finite"),
+    ],
+)
+def test_types_are_checked_from_annotations(option: str, value: Any, message: str) -> None:
+    conform(Everything(maybe=1))
+    with pytest.raises(ValueError, match=message):
+        conform(Everything(**{option: value}))
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)

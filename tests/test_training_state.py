@@ -1,17 +1,193 @@
-"""What stops a run says how to go on."""
+"""What stops a run says how to go on; what a kill leaves is whole, absent, or refused by name."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from shiva.checkpoint import read_json, to_json, write_atomically
+import shiva
+from shiva.checkpoint import write_atomically
+from shiva.files import read_json, to_json
 from shiva.training.cache import LatentCache
-from shiva.training.diagnose import not_finite_of
-from shiva.training.state import load_state
+from shiva.training.log import Log
+from shiva.training.objectives import not_finite_of
+from shiva.training.process import sum_gradients
+from shiva.training.state import State, checkpoints, clean, load_state, locked, newest_state, save_state
+
+SOURCE = Path(shiva.__file__).parent.parent
+
+
+def save_steps(run: Path, *steps: int, keep: int = 9) -> None:
+    """States of a run whose only stage trains an adapter."""
+    recipe = {"stages": [{"name": "all", "steps": 9, "trains": ["router", "adapter"]}]}
+    weights = {"weight": torch.zeros(3)}
+    for step in steps:
+        state = State(step, "all", recipe, weights, {}, {"state": {}, "step": step}, adapter=weights, loss=1.0)
+        save_state(run / "states", state, keep)
+
+
+def names(run: Path) -> list[str]:
+    return [folder.name for folder in checkpoints(run / "states")]
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_state_without_its_adapter_is_refused(tmp_path: Path, noted: bool) -> None:
+    """Also one that an earlier version wrote, which does not name its files."""
+    save_steps(tmp_path, 2, 4)
+    folder = checkpoints(tmp_path / "states")[-1]
+    if not noted:
+        about = read_json(folder / "state.json")
+        del about["files"]
+        write_atomically(folder / "state.json", to_json(about))
+    assert load_state(folder).adapter
+    (folder / "adapter.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"step-00000004/adapter.safetensors is missing.*put it back"):
+        newest_state(tmp_path, print)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "method.safetensors", "adapter.safetensors"])
+@pytest.mark.parametrize("size", [0, 40])
+def test_of_a_damaged_state_the_older_one_is_used_and_said(tmp_path: Path, name: str, size: int) -> None:
+    save_steps(tmp_path, 2, 4)
+    path = tmp_path / "states" / "step-00000004" / name
+    path.write_bytes(path.read_bytes()[:size])
+    said: list[str] = []
+    found = newest_state(tmp_path, said.append)
+    assert found is not None
+    assert (found[0].name, found[1].step) == ("step-00000002", 2)
+    assert len(said) == 1
+    assert "step-00000004 cannot be read" in said[0]
+    assert "continuing from the older" in said[0]
+    save_steps(tmp_path, 3, keep=1)
+    assert names(tmp_path) == ["step-00000003"], "the damaged one is not kept in place of a whole one"
+    path = tmp_path / "states" / "step-00000003" / name
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"step-00000003 cannot be read.*no older state: pass --fresh"):
+        newest_state(tmp_path, said.append)
+
+
+def test_the_newest_states_stay(tmp_path: Path) -> None:
+    assert newest_state(tmp_path, print) is None
+    save_steps(tmp_path, 2, 4, 6, keep=2)
+    assert names(tmp_path) == ["step-00000004", "step-00000006"]
+
+
+def test_a_folder_is_one_runs_at_a_time_and_free_after_a_kill(tmp_path: Path) -> None:
+    hold = (
+        "import sys, time; from pathlib import Path; from shiva.training.state import locked\n"
+        "with locked(Path(sys.argv[1])):\n    print('held', flush=True); time.sleep(200)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    other = subprocess.Popen(
+        [sys.executable, "-c", hold, str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=rf"is in use by a run of process {other.pid}; .* another --output"):
+            locked(tmp_path).__enter__()
+    finally:
+        other.kill()
+        other.wait()
+    with locked(tmp_path), pytest.raises(ValueError, match=f"process {os.getpid()}"):
+        locked(tmp_path).__enter__()
+    with locked(tmp_path):
+        pass
+
+
+def test_what_a_killed_run_was_writing_goes_and_all_else_stays(tmp_path: Path) -> None:
+    stay = [
+        "metrics.jsonl",
+        ".gitignore",
+        ".lock",
+        "states/step-00000002/state.json",
+        "latents/shard-00000.safetensors",
+    ]
+    go = [".metrics.json.abcd1234", ".writing-checkpoint/config.json", "states/.writing-00000004/state.json"]
+    go += ["latents/.shard-00001.safetensors.x_y12345", "pictures/.samples-00000004.png.abcd1234"]
+    for name in stay + go:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    clean(tmp_path)
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == sorted(stay)
+    clean(tmp_path, fresh=True)
+    assert not (tmp_path / "states").exists()
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert (tmp_path / "latents").is_dir()
+
+
+def log_of(output: Path) -> Log:
+    accelerator = SimpleNamespace(is_main_process=True, init_trackers=lambda project: None)
+    recipe: Any = SimpleNamespace(steps=9, logging=SimpleNamespace(wandb=None))
+    return Log(output, accelerator, recipe)
+
+
+def test_records_survive_a_kill_while_a_run_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [json.dumps({"step": step, "loss": 0.1}) for step in (1, 2, 3)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join([*lines, '{"step": 4, "lo']))
+
+    def killed(*paths: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            log_of(tmp_path).begin(2)
+    assert path.read_text().splitlines()[:3] == lines
+    log = log_of(tmp_path)
+    log.begin(2)
+    assert path.read_text().splitlines() == lines[:2]
+    assert log.progress is not None
+    log.progress.stop()
+
+
+class Together:
+    """An accelerator of one rank beside others, whose messages are known."""
+
+    def __init__(self, *others: Tensor):
+        self.others = others
+        self.sent: list[Tensor] = []
+
+    def reduce(self, message: Tensor, how: str) -> Tensor:
+        self.sent.append(message.clone())
+        return torch.stack([message, *self.others]).sum(0)
+
+
+def test_a_weight_without_gradient_on_any_rank_rests_and_ranks_agree() -> None:
+    """As in one process: weight decay and momentum must not move it; one rank's gradient reaches all."""
+
+    def weights(*gradients: float | None) -> list[nn.Parameter]:
+        made = [nn.Parameter(torch.ones(2)) for _ in gradients]
+        for parameter, gradient in zip(made, gradients, strict=True):
+            parameter.grad = None if gradient is None else torch.full((2,), gradient)
+        return made
+
+    ranks: list[tuple[float | None, ...]] = [(1.0, None, None), (2.0, 3.0, None)]
+    messages = []
+    for gradients in ranks:
+        alone = Together()
+        sum_gradients(weights(*gradients), alone)
+        messages += alone.sent
+    ended = []
+    for rank, gradients in enumerate(ranks):
+        own = weights(*gradients)
+        sum_gradients(own, Together(messages[1 - rank]))
+        assert own[2].grad is None
+        assert [p.grad.tolist() for p in own[:2] if p.grad is not None] == [[3.0, 3.0], [3.0, 3.0]]
+        torch.optim.AdamW(own, lr=0.1, weight_decay=0.5).step()
+        assert own[2].tolist() == [1.0, 1.0]
+        ended.append(torch.stack(list(own)))
+    assert torch.equal(*ended)
 
 
 def test_a_state_of_another_format_says_how_to_go_on(tmp_path: Path) -> None:
@@ -35,3 +211,9 @@ def test_gradients_that_are_not_finite_are_named(value: float, named: str) -> No
     router, policy = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     router.grad, policy.grad = torch.tensor([value, 0.0]), torch.zeros(2)
     assert not_finite_of({"router": [router], "policy": [policy]}).startswith(named)
+
+
+def test_a_state_whose_loss_is_not_known_yet_is_read_back(tmp_path: Path) -> None:
+    weights = {"weight": torch.ones(1)}
+    folder = save_state(tmp_path, State(3, "joint", {"stages": []}, weights, {}, {"state": {}}), keep=1)
+    assert load_state(folder).loss != load_state(folder).loss

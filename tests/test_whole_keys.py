@@ -11,14 +11,21 @@ from torch import Tensor
 
 import shiva
 from shiva.core.cost import count
+from tiny_images import IMAGES
+from tiny_videos import VIDEOS
 
 from tiny import BACKBONES, Tiny, call_sd3, make_sd3
 
-TABLE = {**BACKBONES, "sd3 with dual attention": Tiny(lambda: make_sd3(dual=(0, 1, 2)), call_sd3)}
-SWEEP = shiva.Shiva.preset("sweep", budget=0.5)
+PATTERNS = {**IMAGES, **VIDEOS}
+TABLE = {
+    **BACKBONES,
+    "sd3 with dual attention": Tiny(lambda: make_sd3(dual=(0, 1, 2)), call_sd3),
+    **{name: tiny for name, tiny in PATTERNS.items() if tiny.keys},
+}
+SWEEP = shiva.Sweep(budget=0.5)
 CONFIGS: dict[str, Any] = {
     "sweep": SWEEP,
-    "NeuralSort": shiva.NeuralSort(keep=0.5, rejected="cached", attends="all"),
+    "NeuralSort": shiva.NeuralSort(keep=0.5, fill="cached", attends="all"),
 }
 
 
@@ -26,9 +33,17 @@ CONFIGS: dict[str, Any] = {
 def two_steps(model: Any, tiny: Tiny) -> Tensor:
     """The output of a step that differs from the one before it by next to nothing."""
     call = tiny.call(2, 4, 6)
-    later = {**call, "timestep": call["timestep"].float(), "hidden_states": call["hidden_states"].clone()}
-    model(**{**call, "timestep": later["timestep"] * (1 + 2e-6)})
-    return model(**later)[0]
+    time = call[tiny.time].float()
+    model(**{**call, tiny.time: time * (1 - 2e-6 if tiny.rises else 1 + 2e-6)})
+    latents = {"hidden_states": call["hidden_states"].clone()} if "hidden_states" in call else {}
+    output = model(**{**call, **latents, tiny.time: time})[0]
+    return torch.stack(output) if isinstance(output, list) else output
+
+
+@pytest.mark.parametrize("backbone", [name for name, tiny in PATTERNS.items() if not tiny.keys])
+def test_a_class_whose_keys_cannot_be_whole_says_so(backbone: str) -> None:
+    with pytest.raises(ValueError, match="attends='selected'"):
+        shiva.attach(PATTERNS[backbone].make(), SWEEP)
 
 
 @pytest.mark.parametrize("backbone", TABLE)
@@ -41,7 +56,9 @@ def test_where_nothing_changes_a_reduced_step_is_the_dense_one(backbone: str, co
     for attends in ("selected", "all"):
         with shiva.attach(model, config, attends=attends) as session:
             errors[attends] = float((two_steps(model, tiny) - dense).abs().max())
-            assert session.stats[1].kept[session._blocks[1]] == 12, "the second step runs on half of the tokens"
+            assert session.stats[1].kept[session.hooks.blocks[1]] == 12 * tiny.frames, (
+                "the second step runs on half of the tokens"
+            )
     assert errors["all"] < 0.01 * errors["selected"]
     assert torch.equal(two_steps(model, tiny), dense), "detached"
 
@@ -96,8 +113,6 @@ def test_a_lora_that_comes_after_the_session_is_told_where_it_belongs() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="pass rejected='cached' too"):
-        shiva.Shiva(attends="all")
     with pytest.raises(ValueError, match=r"attends='some'.*selected"):
         shiva.Shiva(attends="some")
     fused: Any = BACKBONES["flux"].make()
@@ -105,7 +120,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="unfuse_qkv_projections"):
         shiva.attach(fused, SWEEP)
     model = make_sd3()
-    with shiva.attach(model, SWEEP) as session:
+    with shiva.attach(model, CONFIGS["NeuralSort"]) as session:
         session.method.train()
         with pytest.raises(ValueError, match="attends='all' is for inference"):
             model(**call_sd3(1, 4, 4))

@@ -25,6 +25,16 @@ class Tiny:
     make: Callable[[], nn.Module]
     call: Callable[..., dict[str, Any]]
     """call(batch, rows, columns, timestep=500.0) -> keyword arguments of the transformer"""
+    frames: int = 1
+    """Of its calls, without those that are given."""
+    time: str = "timestep"
+    """The argument with the timestep."""
+    rises: bool = False
+    """Timesteps rise from noise to image."""
+    attention: bool = True
+    """Tokens may be reduced at its attention."""
+    keys: bool = True
+    """Keys may be more than queries."""
 
 
 def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -36,6 +46,19 @@ def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
                 torch.randn(parameter.shape, generator=generator) * (0.5 / max((1, *parameter.shape)) ** 0.5)
             )
     return model.eval()
+
+
+def sample(call: dict[str, Any], index: int) -> dict[str, Any]:
+    """One sample of a call of two: what has two entries is batched, but for a tensor with layers before the batch."""
+    part = slice(index, index + 1)
+    return {
+        name: value[:, part]
+        if name.endswith("llama3")
+        else value[part]
+        if isinstance(value, (Tensor, list)) and len(value) == 2
+        else value
+        for name, value in call.items()
+    }
 
 
 def noise(*shape: int, seed: int = 1) -> Tensor:

@@ -89,7 +89,7 @@ def save_folder(folder: Path, count: int = 12) -> Path:
 
 def tiny_recipe(folder: Path, **changes: Any) -> dict[str, Any]:
     """A recipe over the tiny pipeline: three stages of a few steps."""
-    from shiva.training.tree import merge
+    from shiva.core.options import merge
 
     recipe: dict[str, Any] = {
         "model": {"path": str(folder / "pipeline"), "text_length": 0},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterable
 
 from tokenizers import pre_tokenizers, trainers
@@ -28,6 +29,46 @@ def captions_of(label: str, tags: list[str], count: int, rng: random.Random) -> 
         else:
             result.append(" ".join(rng.sample(tags, min(len(tags), 4))))
     return result[:count]
+
+
+SERVINGS = {
+    "food-drink": ("a slice of {}", "a piece of {}", "some {}", "a plate with {}"),
+    "animals-nature": ("a little {}", "one {}", "a wild {}"),
+}
+ASIDES = ("the {}", "my {}", "one {}", "a drawing of a {}", "an icon of a {}", "a small {}", "{} on white")
+
+
+def with_article(words: str) -> str:
+    return f"{'an' if words[:1] in 'aeiou' else 'a'} {words}"
+
+
+def plural(words: str) -> str:
+    if words.endswith(("s", "x", "ch", "sh")):
+        return f"{words}es"
+    if words.endswith("y") and words[-2:-1] not in "aeiou":
+        return f"{words[:-1]}ies"
+    return f"{words}s"
+
+
+def paraphrases_of(label: str, group: str, synonyms: list[str], count: int, rng: random.Random) -> list[str]:
+    """`count` ways in which a visitor may ask for it: articles, plurals, servings, and `synonyms`, the tags that no
+    other label has."""
+    label = label.lower()
+    result = []
+    while len(result) < count:
+        word = rng.choice(synonyms) if synonyms and rng.random() < 0.35 else label
+        forms = (*SERVINGS.get(group, ()), *ASIDES)
+        result.append(
+            rng.choice((with_article(word), with_article(word), plural(word), word, *(f.format(word) for f in forms)))
+        )
+    return result
+
+
+def own_tags(labels: list[str], tags: list[list[str]]) -> list[list[str]]:
+    """Of each label the tags that no other label has, as a tag or as its name."""
+    known = {label.lower() for label in labels}
+    owners = Counter(tag for some in tags for tag in set(some))
+    return [[tag for tag in some if owners[tag] == 1 and tag not in known] for some in tags]
 
 
 def build_tokenizer(texts: Iterable[str], vocabulary: int) -> CLIPTokenizer:

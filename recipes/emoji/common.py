@@ -16,11 +16,14 @@ from PIL import Image
 from torch import Tensor
 
 HERE = Path(__file__).parent
-PARQUET = HERE / "data" / "fluent-emoji-64.parquet"
-SIZE = 64
-"""Side of every image, in pixels."""
+SIZES = (64, 128)
+"""Sides of the pictures, in pixels: one data set in two sizes, with the same rows and splits."""
 MAX_TOKENS = 16
 """The tokenizers' model_max_length: the text tokens a prompt becomes when max_sequence_length is 0."""
+
+
+def parquet(size: int = 64) -> Path:
+    return HERE / "data" / f"fluent-emoji-{size}.parquet"
 
 
 def state_folder(state: str | None = None) -> Path:
@@ -49,7 +52,7 @@ def write_json(path: Path, content: Any) -> None:
 class EmojiData:
     """The parquet file, decoded: one row per emoji."""
 
-    images: Tensor  # (M, 3, 64, 64) uint8
+    images: Tensor  # (M, 3, S, S) uint8
     labels: list[str]
     tags: list[list[str]]
     groups: list[str]
@@ -62,15 +65,17 @@ class EmojiData:
         return torch.nonzero(mask & self.core if core_only else mask).flatten()
 
 
-def load_data(path: Path = PARQUET) -> EmojiData:
+def load_data(path: Path | None = None) -> EmojiData:
+    """The set at 64x64, or the one in `path`."""
     import pyarrow.parquet as pq
 
+    path = path or parquet()
     if not path.exists():
-        raise FileNotFoundError(f"{path} is missing; build it with `python -m recipes.emoji.data`")
+        raise FileNotFoundError(f"{path} is missing; build it with `python -m recipes.emoji.data --size 64` or 128")
     table = pq.read_table(path).to_pydict()
     pixels = np.stack(
         [np.asarray(Image.open(io.BytesIO(image["bytes"])).convert("RGB")) for image in table["image"]]
-    )  # (M, 64, 64, 3)
+    )  # (M, S, S, 3)
     return EmojiData(
         images=torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(),
         labels=table["label"],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
-from recipes.emoji.captions import captions_of
+from recipes.emoji.captions import captions_of, own_tags, paraphrases_of
 from recipes.emoji.common import EmojiData
 from recipes.emoji.towers import tokenize
 
@@ -49,9 +49,13 @@ class TextEncoder:
         )
 
 
-def encode_captions(encoder: TextEncoder, data: EmojiData, rows: Tensor, variants: int) -> Text:
-    """`variants` captions of each row, the bare label first: hidden (R, V, 16, 256), pooled (R, V, 256)."""
+def encode_captions(encoder: TextEncoder, data: EmojiData, rows: Tensor, variants: int, paraphrases: int = 0) -> Text:
+    """Captions and paraphrases of each row, the bare label first: hidden (R, V, 16, 256), pooled (R, V, 256)."""
     rng = random.Random(1)
     captions = [captions_of(data.labels[row], data.tags[row], variants, rng) for row in rows.tolist()]
+    core = [row for row in range(len(data.labels)) if data.core[row]]
+    synonyms = dict(zip(core, own_tags([data.labels[r] for r in core], [data.tags[r] for r in core]), strict=True))
+    for row, some in zip(rows.tolist(), captions, strict=True):
+        some += paraphrases_of(data.labels[row], data.groups[row], synonyms[row], paraphrases, rng)
     encoded = [encoder(group) for group in captions]
     return Text(torch.stack([e.hidden for e in encoded]), torch.stack([e.pooled for e in encoded]))

@@ -1,7 +1,8 @@
 """Build the captioned emoji set: Microsoft's Fluent 3D art, emojibase captions, one parquet file.
 
-python -m recipes.emoji.data            # fetch with `npm pack`, build, write parquet, licences, contact sheet
-python -m recipes.emoji.data --check    # rebuild and compare the hash of decoded content with the parquet
+python -m recipes.emoji.data               # fetch with `npm pack`, build, write parquet, licences, contact sheet
+python -m recipes.emoji.data --size 128    # the same rows at 128x128
+python -m recipes.emoji.data --check       # rebuild and compare the hash of decoded content with the parquet
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from recipes.emoji.common import PARQUET, SIZE, state_folder, write_atomic
+from recipes.emoji.common import SIZES, parquet, state_folder, write_atomic
 
 ART, CAPTIONS, OFFICIAL = "@lobehub/fluent-emoji-3d@1.1.0", "emojibase-data@17.0.0", "fluentui-emoji-js@1.2.1"
 STYLE = "fluent-3d"
@@ -78,16 +79,19 @@ def read_members(tarball: Path, wanted: Iterable[str] | None = None, folder: str
     return content
 
 
-def render(webp: bytes) -> np.ndarray:
-    """A transparent image of any size on white, (64, 64, 3) uint8."""
+def render(webp: bytes, size: int) -> np.ndarray:
+    """A transparent image of any size on white, (size, size, 3) uint8."""
     picture = Image.open(io.BytesIO(webp)).convert("RGBA")
     white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
     picture = Image.alpha_composite(white, picture).convert("RGB")
-    return np.asarray(picture.resize((SIZE, SIZE), Image.Resampling.LANCZOS))
+    return np.asarray(picture.resize((size, size), Image.Resampling.LANCZOS))
 
 
 def join(cache: Path) -> list[dict[str, Any]]:
-    """One row per emoji that is on Microsoft's list, has art and a caption; in emojibase's order."""
+    """One row per emoji that is on Microsoft's list, has art and a caption; in emojibase's order.
+
+    `pixels` holds the art as it comes, a webp file.
+    """
     listed = json.loads(read_members(fetch(OFFICIAL, cache), ["emojiData.json"])["emojiData.json"])
     official = {plain(e["unicode"].replace(" ", "-")) for e in listed if "3D" in e["emojiStyles"]}
     art = {plain(Path(name).stem): data for name, data in read_members(fetch(ART, cache), folder="assets/").items()}
@@ -101,7 +105,7 @@ def join(cache: Path) -> list[dict[str, Any]]:
             continue
         rows.append(
             {
-                "pixels": render(art[code]),
+                "pixels": art[code],
                 "label": entry["label"],
                 "tags": list(entry.get("tags", [])),
                 "group": group,
@@ -120,7 +124,7 @@ def mark_core(rows: list[dict[str, Any]]) -> None:
     """
     kept: dict[str, list[np.ndarray]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: len(row["label"].split())):
-        small = Image.fromarray(row["pixels"]).resize((16, 16), Image.Resampling.BOX)
+        small = Image.fromarray(render(row["pixels"], SIZES[0])).resize((16, 16), Image.Resampling.BOX)
         thumbnail = np.asarray(small, dtype=np.float32) / 255  # (16, 16, 3)
         distances = [float(np.sqrt(np.mean((thumbnail - other) ** 2))) for other in kept[row["group"]]]
         distinct = min(distances, default=1.0) >= CORE_DISTANCE[row["group"]]
@@ -150,24 +154,25 @@ def content_hash(rows: Iterable[dict[str, Any]]) -> str:
     return digest.hexdigest()
 
 
-def build(cache: Path) -> list[dict[str, Any]]:
+def build(cache: Path, size: int) -> list[dict[str, Any]]:
+    """The rows with `pixels` at one size; which are core or held out does not depend on it."""
     rows = join(cache)
     mark_core(rows)
     mark_split(rows)
-    return rows
+    return [{**row, "pixels": render(row["pixels"], size)} for row in rows]
 
 
 def write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
     import datasets
 
-    def png(pixels: np.ndarray) -> bytes:
+    def webp(pixels: np.ndarray) -> bytes:
         buffer = io.BytesIO()
-        Image.fromarray(pixels).save(buffer, "PNG", optimize=True)
+        Image.fromarray(pixels).save(buffer, "WEBP", lossless=True, quality=80, method=4)
         return buffer.getvalue()
 
     text = datasets.Value("string")
     columns = {key: [row[key] for row in rows] for key in rows[0] if key != "pixels"}
-    columns["image"] = [{"bytes": png(row["pixels"]), "path": f"{row['codepoint']}.png"} for row in rows]
+    columns["image"] = [{"bytes": webp(row["pixels"]), "path": f"{row['codepoint']}.webp"} for row in rows]
     features = {
         "image": datasets.Image(),
         "label": text,
@@ -209,20 +214,22 @@ def write_licences(cache: Path, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--state", help="folder of downloads and checkpoints")
+    parser.add_argument("--size", type=int, default=64, choices=SIZES)
     parser.add_argument("--check", action="store_true", help="rebuild and compare instead of writing")
     options = parser.parse_args()
     cache = state_folder(options.state) / "npm"
-    rows = build(cache)
+    rows, path = build(cache, options.size), parquet(options.size)
     digest = content_hash(rows)
     if options.check:
-        stored = content_hash(read_parquet(PARQUET))
+        stored = content_hash(read_parquet(path))
         if stored != digest:
-            raise SystemExit(f"{PARQUET.name} holds {stored}, the sources give {digest}; build it again")
+            raise SystemExit(f"{path.name} holds {stored}, the sources give {digest}; build it again")
         print(f"same content: {digest}")
         return
-    write_parquet(rows, PARQUET)
-    write_contact_sheet(rows, PARQUET.with_name("contact-sheet.png"))
-    write_licences(cache, PARQUET.parent)
+    write_parquet(rows, path)
+    if options.size == SIZES[0]:
+        write_contact_sheet(rows, path.with_name("contact-sheet.png"))
+    write_licences(cache, path.parent)
     counts = defaultdict(lambda: [0, 0, 0])
     for row in rows:
         counts[row["group"]][0] += 1

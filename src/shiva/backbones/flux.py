@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Collection, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +12,10 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
 
-from shiva.backbones.base import Backbone, Call, Ropes, Signals, Site, Surroundings, key_sites, register
+from shiva.backbones.base import Backbone, Call, Signals, Site, key_sites, register
+from shiva.backbones.grids import PositionIds
+from shiva.backbones.per_token import Ropes, shared_rope
+from shiva.core.layout import Layout
 from shiva.core.method import BackboneSpec
 
 
@@ -70,34 +73,30 @@ class WholeKeys:
 
 class Flux(Backbone):
     transformers = ("FluxTransformer2DModel",)
-
-    def __init__(self) -> None:
-        self._known_ids: weakref.ref[Tensor] | None = None
-        self._known_grid = (0, 0)
-
-    def blocks(self, transformer: Any) -> list[nn.Module]:
-        return [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
+    notes = "reference tokens (Kontext) always run; Fill and Control too"
+    layout_reads = ("img_ids",)
 
     def sites(self, transformer: Any) -> list[Site]:
-        rope = "image_rotary_emb"
+        rope = {"image_rotary_emb": partial(shared_rope, after_text=True)}
+        streams = ("text", "image")
         sites = []
         for i, block in enumerate(transformer.transformer_blocks):
             path = f"transformer_blocks.{i}"
-            sites.append(Site(path, "block", i, block, outputs=("text", "image"), rope=rope))
-            sites.append(Site(f"{path}.attn", "attention", i, block.attn, outputs=("image", "text"), rope=rope))
-            sites += key_sites(f"{path}.attn", i, block.attn)
-            sites.append(Site(f"{path}.ff", "ffn", i, block.ff))
-        double = len(transformer.transformer_blocks)
+            whole = Site(path, "block", i, block, streams, per_token=rope, stack="double", index=i, rotary=True)
+            attention = whole.inside("attn", "attention", outputs=("image", "text"), per_token=rope)
+            sites += [whole, attention, *key_sites(attention), whole.inside("ff", "ffn")]
+        single: dict[str, Any] = {"per_token": rope, "stack": "single", "rotary": True, "single_stream": True}
         for i, block in enumerate(transformer.single_transformer_blocks):
-            path, layer = f"single_transformer_blocks.{i}", double + i
-            sites.append(Site(path, "block", layer, block, outputs=("text", "image"), rope=rope))
-            sites.append(Site(f"{path}.attn", "attention", layer, block.attn, text_leads=True, rope=rope))
-            sites += key_sites(f"{path}.attn", layer, block.attn, text_leads=True)
+            layer = len(transformer.transformer_blocks) + i
+            whole = Site(f"single_transformer_blocks.{i}", "block", layer, block, streams, index=i, **single)
+            attention = whole.inside("attn", "attention", text="leads", per_token=rope)
+            sites += [whole, attention, *key_sites(attention)]
         return sites
 
     @contextlib.contextmanager
     def whole_keys(self, transformer: Any, layers: Collection[int]) -> Iterator[None]:
-        attentions: list[Any] = [self.blocks(transformer)[layer].attn for layer in layers]
+        found = [site for site in self.sites(transformer) if site.kind == "attention" and site.layer in layers]
+        attentions: list[Any] = [site.module for site in found]
         foreign = {type(attn.processor).__name__ for attn in attentions} - {"FluxAttnProcessor"}
         if foreign:
             raise ValueError(
@@ -105,13 +104,15 @@ class Flux(Backbone):
                 "detach what set it, or pass attends='selected'"
             )
         before = [attn.processor for attn in attentions]
-        for attn in attentions:
-            attn.processor = WholeKeys(attn.processor)
+        ours = [WholeKeys(processor) for processor in before]
+        for attn, processor in zip(attentions, ours, strict=True):
+            attn.processor = processor
         try:
             yield
         finally:
-            for attn, processor in zip(attentions, before, strict=True):
-                attn.processor = processor
+            for attn, mine, stock in zip(attentions, ours, before, strict=True):
+                if attn.processor is mine:
+                    attn.processor = stock
 
     def spec(self, transformer: Any) -> BackboneSpec:
         config = transformer.config
@@ -125,32 +126,12 @@ class Flux(Backbone):
             heads=config.num_attention_heads,
         )
 
-    def surroundings(self, transformer: Any, call: Call) -> Surroundings:
-        return Surroundings(
-            grid=self._grid(call["img_ids"], call["hidden_states"].shape[1]),
-            timestep=call["timestep"] * 1000,
-            text_tokens=call["encoder_hidden_states"].shape[1],
-        )
+    def layout(self, transformer: Any, call: Call) -> Layout:
+        """Rows and columns from the position ids; reference tokens (Kontext) are not the image's own."""
+        return PositionIds()(transformer, call)
 
-    def _grid(self, ids: Tensor, tokens: int) -> tuple[int, int]:
-        """Rows and columns from the position ids, read once per ids tensor: the pipeline keeps one a run.
-
-        Meta ids have no values; any grid of that many tokens prices alike.
-        """
-        if self._known_ids is not None and self._known_ids() is ids:
-            return self._known_grid
-        if ids.is_meta:
-            rows = next(r for r in range(int(tokens**0.5), 0, -1) if tokens % r == 0)
-            return rows, tokens // rows
-        *_, last_row, last_column = ids.reshape(-1, ids.shape[-1]).amax(dim=0).tolist()
-        grid = (int(last_row) + 1, int(last_column) + 1)
-        if grid[0] * grid[1] != tokens:
-            raise ValueError(
-                f"img_ids describe a {grid[0]}x{grid[1]} grid but the latents hold {tokens} tokens; "
-                "reference-image tokens (Kontext) are not supported"
-            )
-        self._known_ids, self._known_grid = weakref.ref(ids), grid
-        return grid
+    def timestep(self, call: Call) -> Tensor:
+        return call["timestep"] * 1000
 
     def signals(self, transformer: Any, call: Call) -> Signals:
         embed, pooled = transformer.time_text_embed, call["pooled_projections"]

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from shiva.backbones.base import Backbone, Call, Signals, Site, Surroundings, key_sites, register
+from shiva.backbones.base import Backbone, Call, Signals, Site, key_sites, register
+from shiva.backbones.per_token import key_columns
+from shiva.core.layout import Layout
 from shiva.core.method import BackboneSpec
 
 
 class PixArt(Backbone):
     transformers = ("PixArtTransformer2DModel",)
+    notes = "alpha and Sigma; its cross-attention too"
 
     def sites(self, transformer: Any) -> list[Site]:
-        mask = "attention_mask"
+        masked = {"attention_mask": key_columns}
         sites = []
         for layer, block in enumerate(transformer.transformer_blocks):
-            path = f"transformer_blocks.{layer}"
-            sites.append(Site(path, "block", layer, block, mask=mask))
-            sites.append(Site(f"{path}.attn1", "attention", layer, block.attn1, mask=mask))
-            sites += key_sites(f"{path}.attn1", layer, block.attn1)
-            sites.append(Site(f"{path}.attn2", "cross_attention", layer, block.attn2))
-            sites.append(Site(f"{path}.ff", "ffn", layer, block.ff))
+            whole = Site(f"transformer_blocks.{layer}", "block", layer, block, per_token=masked, index=layer)
+            attention = whole.inside("attn1", "attention", per_token=masked)
+            sites += [whole, attention, *key_sites(attention)]
+            sites += [whole.inside("attn2", "cross_attention"), whole.inside("ff", "ffn")]
         return sites
 
     def spec(self, transformer: Any) -> BackboneSpec:
@@ -35,14 +36,10 @@ class PixArt(Backbone):
             heads=config.num_attention_heads,
         )
 
-    def surroundings(self, transformer: Any, call: Call) -> Surroundings:
+    def layout(self, transformer: Any, call: Call) -> Layout:
         height, width = call["hidden_states"].shape[-2:]
         patch = transformer.config.patch_size
-        return Surroundings(
-            grid=(height // patch, width // patch),
-            timestep=call["timestep"],
-            text_tokens=call["encoder_hidden_states"].shape[1],
-        )
+        return Layout(height // patch, width // patch, text=call["encoder_hidden_states"].shape[1])
 
     def signals(self, transformer: Any, call: Call) -> Signals:
         """The prompt signal is the mean of the projected caption over its real tokens."""

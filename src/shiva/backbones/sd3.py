@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from shiva.backbones.base import Backbone, Call, Signals, Site, Surroundings, key_sites, register
+from shiva.backbones.base import Backbone, Call, Signals, Site, key_sites, register
+from shiva.core.layout import Layout
 from shiva.core.method import BackboneSpec
 
 
 class SD3(Backbone):
     transformers = ("SD3Transformer2DModel",)
+    notes = "3 and 3.5"
 
     def sites(self, transformer: Any) -> list[Site]:
         sites = []
         for layer, block in enumerate(transformer.transformer_blocks):
             path = f"transformer_blocks.{layer}"
-            sites.append(Site(path, "block", layer, block, outputs=("text", "image")))
-            sites.append(Site(f"{path}.attn", "attention", layer, block.attn, outputs=("image", "text")))
-            sites += key_sites(f"{path}.attn", layer, block.attn)
+            whole = Site(path, "block", layer, block, outputs=("text", "image"), index=layer)
+            attentions = [whole.inside("attn", "attention", outputs=("image", "text"))]
             if block.attn2 is not None:
-                sites.append(Site(f"{path}.attn2", "attention", layer, block.attn2))
-                sites += key_sites(f"{path}.attn2", layer, block.attn2)
-            sites.append(Site(f"{path}.ff", "ffn", layer, block.ff))
+                attentions.append(whole.inside("attn2", "attention"))
+            sites.append(whole)
+            for attention in attentions:
+                sites += [attention, *key_sites(attention)]
+            sites.append(whole.inside("ff", "ffn"))
         return sites
 
     def spec(self, transformer: Any) -> BackboneSpec:
@@ -37,14 +40,10 @@ class SD3(Backbone):
             variant=f"{len(config.dual_attention_layers)} dual attentions, qk_norm {config.qk_norm}",
         )
 
-    def surroundings(self, transformer: Any, call: Call) -> Surroundings:
+    def layout(self, transformer: Any, call: Call) -> Layout:
         height, width = call["hidden_states"].shape[-2:]
         patch = transformer.config.patch_size
-        return Surroundings(
-            grid=(height // patch, width // patch),
-            timestep=call["timestep"],
-            text_tokens=call["encoder_hidden_states"].shape[1],
-        )
+        return Layout(height // patch, width // patch, text=call["encoder_hidden_states"].shape[1])
 
     def signals(self, transformer: Any, call: Call) -> Signals:
         embed, pooled = transformer.time_text_embed, call["pooled_projections"]

@@ -1,16 +1,23 @@
-from shiva.core.context import StepContext, Tape
+"""The seam between methods and backbones."""
+
+from shiva.core.context import Exploration, Recording, StepContext
+from shiva.core.layout import Layout
 from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, unify_guidance
 from shiva.core.reduction import Reduction, Streams, select
+from shiva.core.trainable import Trainable
 
 __all__ = [
     "BackboneSpec",
+    "Exploration",
+    "Layout",
     "Method",
     "MethodConfig",
     "Place",
+    "Recording",
     "Reduction",
     "StepContext",
     "Streams",
-    "Tape",
+    "Trainable",
     "select",
     "unify_guidance",
 ]

@@ -1,4 +1,4 @@
-"""What every site of one transformer call may know: where in time, which prompt, which grid."""
+"""What every site of one transformer call may know: where in time, which prompt, which layout."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shiva.core.cost import CostModel
+from shiva.core.layout import Layout
+from shiva.core.reduction import Reduction
 from shiva.core.trace import Trace
 
 
@@ -31,66 +33,24 @@ class Clock:
             self.seconds[phase] += time.perf_counter() - start
 
 
-def unpriced() -> CostModel:
-    raise RuntimeError("this context has no cost model; attach to a transformer to price its layers")
+@dataclass(frozen=True)
+class Exploration:
+    """How a training step departs from inference; a stage of training chooses it for each micro-batch."""
 
-
-@dataclass
-class StepContext:
-    """One forward pass of the transformer, filled in by the session before any block runs."""
-
-    grid: tuple[int, int]
-    """Rows and columns of the image tokens: N = rows * columns."""
-    timestep: float
-    """The scheduler's timestep, 0 (clean) to 1000 (noise); NaN where it cannot be read (meta tensors)."""
+    ratio: float | None = None
+    """Keep ratio of every reduced layer; None asks the method's own policy."""
+    logit_noise: float = 0.0
+    """Deviation of the noise on the policy's logits."""
+    score_noise: float = 0.0
+    """Deviation of the noise on the router's scores."""
+    tau_rank: float = 0.2
+    """Temperature of the soft rank."""
+    tau_sel: float = 0.1
+    """Temperature of the inclusion, as a share of N."""
     step: int = 0
-    """Index of this step among the scheduler's, from 0."""
-    first: int = 0
-    """Index of the run's first step, above 0 where it starts from an image."""
-    steps: int | None = None
-    """Number of the scheduler's steps, where one is known."""
-    channels: int = 0
-    """Channels of the latents; a model that also predicts their variance returns twice as many."""
-    text_tokens: int = 0
-    """Length of the text that leads a joint sequence (Flux single blocks)."""
-    guidance_pairs: bool = False
-    """The batch is [first half, second half] of classifier-free guidance over the same latents."""
-    conditional_half: int = 1
-    """Which of the two is the prompt's own, 0 or 1."""
-    branch: int = 0
-    """0, or 1 for the second call of a step under sequential guidance."""
-    time_embedding: Tensor | None = None
-    """(B, Dt), the backbone's own embedding of the timestep."""
-    prompt: Tensor | None = None
-    """(B, Dp), the backbone's own global embedding of prompt or class."""
-    blocks_adjoin: bool = True
-    """Nothing is added to the image tokens between two blocks (a ControlNet would)."""
-    cost: Callable[[], CostModel] = field(default=unpriced, repr=False)
-    """Prices of this call's layers, computed when asked for."""
-    counts: tuple[int, ...] = ()
-    """Tokens to keep per layer, for methods that read a schedule; known before any block runs."""
-    memory: dict[Any, Any] = field(default_factory=dict)
-    """What a method carries between the sites of this call, and between the branches of one step."""
-    run: dict[Any, Any] = field(default_factory=dict)
-    """What a method carries from step to step of one sampling run; empty at its first step."""
-    kept: dict[str, int] = field(default_factory=dict)
-    """Tokens that each site ran on, by site name."""
-    ran: dict[str, bool] = field(default_factory=dict)
-    """Blocks that were called; a cache over them may answer in their place."""
-    teacher: Any = None
-    """The dense pass of the same batch (a `Tape`), where training provides one."""
-    trace: Trace | None = field(default=None, repr=False)
-    """Where choices and scores are noted while `Session.trace` is open."""
-    clock: Clock | None = None
-
-    @property
-    def tokens(self) -> int:
-        return self.grid[0] * self.grid[1]
-
-    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        if self.clock is None or torch.compiler.is_compiling():
-            return contextlib.nullcontext()
-        return self.clock.measure(name)
+    """Optimizer steps taken so far, in all stages."""
+    index: int = 0
+    """Which micro-batch of the global batch this is, counted over ranks and accumulation steps."""
 
 
 @dataclass
@@ -103,7 +63,7 @@ class Earlier:
 
 
 @dataclass
-class Tape:
+class Recording:
     """Block outputs and updates of one pass, by layer: what distillation compares."""
 
     outputs: dict[int, Tensor] = field(default_factory=dict)  # layer -> (B, N, D) image tokens after it
@@ -121,3 +81,77 @@ class Tape:
             self.outputs[layer] = after
         if after.shape == before.shape and (self.update_layers is None or layer in self.update_layers):
             self.updates[layer] = after - before
+
+
+class Held(NamedTuple):
+    """A reduction that serves several blocks, and what their tokens held before it."""
+
+    reduction: Reduction
+    base: Tensor
+
+
+def unpriced() -> CostModel:
+    raise RuntimeError("this context has no cost model; attach to a transformer to price its layers")
+
+
+@dataclass
+class StepContext:
+    """One forward pass of the transformer, filled in by the session before any block runs."""
+
+    layout: Layout
+    timestep: float
+    """The scheduler's timestep, 0 (clean) to 1000 (noise); NaN where it cannot be read (meta tensors)."""
+    step: int = 0
+    """Index of this step among the scheduler's, from 0."""
+    first: int = 0
+    """Index of the run's first step, above 0 where it starts from an image."""
+    steps: int | None = None
+    """Number of the scheduler's steps, where one is known."""
+    channels: int = 0
+    """Channels of the latents; a model that also predicts their variance returns twice as many."""
+    guidance_pairs: bool = False
+    """The batch is [first half, second half] of classifier-free guidance over the same latents."""
+    conditional_half: int = 1
+    """Which of the two is the prompt's own, 0 or 1."""
+    branch: int = 0
+    """Which of a step's calls this is, where guidance makes several: 0, 1, ..."""
+    sigma: Tensor | None = None
+    """(), the noise level, 0 to 1, as a tensor: what is compiled or recorded of a step serves the others too."""
+    time_embedding: Tensor | None = None
+    """(B, Dt), the backbone's own embedding of the timestep."""
+    prompt: Tensor | None = None
+    """(B, Dp), the backbone's own global embedding of prompt or class."""
+    blocks_adjoin: bool = True
+    """Nothing is added to the image tokens between two blocks (a ControlNet would)."""
+    cost: Callable[[], CostModel] = field(default=unpriced, repr=False)
+    """Prices of this call's layers, computed when asked for."""
+    counts: tuple[int, ...] = ()
+    """Tokens to keep per layer, as `Method.plan` settled them before any block runs."""
+    now: Any = None
+    """The method's own state of this step, as its `new_step` made it; the calls of one step share it."""
+    run: Any = None
+    """The method's own state of this run, as its `new_run` made it; freed at the run's last step."""
+    block_input: Tensor | None = field(default=None, repr=False)
+    """(B, N, D), what the block around the current site was given."""
+    kept: dict[str, int] = field(default_factory=dict)
+    """Tokens that each site ran on, by site name; the session alone writes it."""
+    ran: dict[str, bool] = field(default_factory=dict)
+    """Blocks that were called, as the session saw; a cache over them may answer in their place."""
+    held: Held | None = field(default=None, repr=False)
+    """Tokens that stay reduced from the first block to the last."""
+    teacher: Recording | None = None
+    """The dense pass of the same batch, where training provides one."""
+    explore: Exploration = field(default_factory=Exploration)
+    """How this call of training departs from inference."""
+    trace: Trace | None = field(default=None, repr=False)
+    """Where choices and scores are noted while `Session.trace` is open."""
+    clock: Clock | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.layout.tokens
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        if self.clock is None or torch.compiler.is_compiling():
+            return contextlib.nullcontext()
+        return self.clock.measure(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -103,9 +103,11 @@ class CostModel:
     """Embedding, output and everything else that always sees all tokens."""
     layers: tuple[SiteCost, ...]
     tokens: int
+    own: Callable[[Sequence[float]], Flops] = field(default=lambda counts: ZERO, compare=False, repr=False)
+    """What the method itself spends at these counts."""
 
     def step(self, counts: Sequence[float]) -> Flops:
-        total = self.outside
+        total = self.outside + self.own(counts)
         for cost, kept in zip(self.layers, counts, strict=True):
             total = total + cost(kept)
         return total

@@ -2,22 +2,21 @@
 
 A transformer call meets a method at these places, in this order; a method overrides what it needs:
 
-    method.begin_step(ctx)                       # timestep, prompt, grid, counts are known
+    method.plan(ctx, timesteps)                  # how many tokens each layer keeps, before anything runs
+    method.begin_step(ctx)                       # timestep, prompt, layout, counts are known
     for block in transformer:
-        method.observe(x, site, ctx)             # the block's input, before any sub-layer
-        around block:        x -> reduce -> block      -> restore -> x'
-          around attention:      normed x -> reduce -> attention -> restore -> update
-            around keys:             the projections to keys and values, which may return more tokens than they got
-          around ffn:            normed x -> reduce -> ffn       -> restore -> update
-    method.end_step(output, ctx)                 # the model's prediction
+        around model:        from the first block's input to the last one's output
+          around block:          x -> reduce -> block      -> restore -> x'
+            around attention:        normed x -> reduce -> attention -> restore -> update
+              around keys:               the projections to keys and values, which may return more tokens than they got
+            around ffn:              normed x -> reduce -> ffn       -> restore -> update
+    method.end_step(output, ctx)                 # the model's prediction, which it may replace
 
-`around` is entered only at the kinds of site named in `sites`. A pruner or a merger implements
-`reduction` alone.
+`around` is entered only at the sites that the method `selects`.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar
@@ -29,10 +28,9 @@ from shiva.core import options
 from shiva.core.context import StepContext
 from shiva.core.reduction import Reduction, Streams
 
-SiteKind = Literal["block", "attention", "keys", "cross_attention", "ffn"]
+SiteKind = Literal["model", "block", "attention", "keys", "cross_attention", "ffn"]
 GuidancePolicy = Literal["shared", "per-sample", "max"]
 Config = TypeVar("Config", bound="MethodConfig")
-Self = TypeVar("Self", bound="Method")
 
 Run: TypeAlias = Callable[[Tensor, "Reduction | None"], Streams]
 """Runs the site on image tokens (B, K, D); None for the reduction means all of them, in order."""
@@ -46,7 +44,30 @@ class Place(Protocol):
     @property
     def kind(self) -> SiteKind: ...
     @property
-    def layer(self) -> int: ...
+    def layer(self) -> int:
+        """Number of its block, counted over all stacks."""
+        ...
+
+    @property
+    def stack(self) -> str:
+        """The list of alike blocks it is in."""
+        ...
+
+    @property
+    def index(self) -> int:
+        """Its block's place in the stack."""
+        ...
+
+    @property
+    def single_stream(self) -> bool:
+        """Its block fuses text with image, and attention with the FFN."""
+        ...
+
+    @property
+    def rotary(self) -> bool:
+        """Positions enter at every attention, as rows of a rotary table."""
+        ...
+
     @property
     def module(self) -> nn.Module: ...
 
@@ -57,73 +78,53 @@ class BackboneSpec:
 
     name: str
     """The transformer's class name."""
-    layers: int
-    width: int
-    time_width: int
-    prompt_width: int
-    heads: int = 1
+    layers: options.Size
+    width: options.Size
+    time_width: options.Size
+    prompt_width: options.Size
+    heads: options.Size = 1
     variant: str = ""
     """What tells apart models of the same class and sizes."""
 
 
-@dataclass
-class Exploration:
-    """How a training step departs from inference; a stage of training sets it before each micro-batch."""
-
-    ratio: float | None = None
-    """Keep ratio of every reduced layer; None asks the method's own policy."""
-    logit_noise: float = 0.0
-    """Deviation of the noise on the policy's logits."""
-    score_noise: float = 0.0
-    """Deviation of the noise on the router's scores."""
-    tau_rank: float = 0.2
-    """Temperature of the soft rank."""
-    tau_sel: float = 0.1
-    """Temperature of the inclusion, as a share of N."""
-    step: int = 0
-    """Optimizer steps taken so far, in all stages."""
-    index: int = 0
-    """Which micro-batch of the global batch this is, counted over ranks and accumulation steps."""
-
-
 class Method(nn.Module):
-    """Decides, at each site, which image tokens are computed and what the others receive."""
+    """Decides, at each site, which image tokens are computed and what the others receive.
+
+    Start with `reduction`: most methods need nothing else. `selects`, `plan`, `begin_step` and `end_step` are for what
+    depends on layer, step or output; `new_run` and `new_step` give it state; `around` is for a site that runs other
+    than once on reduced tokens. What only training needs is in `Trainable`.
+    """
 
     sites: frozenset[SiteKind] = frozenset({"block"})
+    """Kinds of site at which it may act."""
+    requires: frozenset[SiteKind] = frozenset()
+    """Kinds of site it cannot do without."""
     guidance: GuidancePolicy = "per-sample"
     static: ClassVar[bool] = True
     """Whether every count of tokens is known before a step starts."""
+    recordable: bool = False
+    """Whether nothing is carried between steps, so that a recorded graph of a step can be replayed."""
+    whole_keys: bool = False
+    """Whether tokens that are computed attend to all others, in the layers whose keys it selects."""
+    fresh_keys: bool = False
+    """Whether those keys are made anew of all tokens at every step, not kept from earlier ones."""
     needs_guidance: ClassVar[bool] = False
     """Whether it compares the two predictions of classifier-free guidance."""
-    needs_signals: ClassVar[bool] = False
+    needs_signals: bool = False
     """Whether `ctx.time_embedding` and `ctx.prompt` must be filled in."""
-    needs_updates: bool = False
-    """Whether training must provide the dense pass's updates, in `ctx.teacher`."""
-    needs_earlier: bool = False
-    """Whether training must provide those of an earlier step too, in `ctx.teacher.earlier`."""
+    needs_sigma: bool = False
+    """Whether `ctx.sigma` must be filled in."""
 
-    trained: bool = False
-    """Whether its weights were loaded, or are being trained."""
+    new_run: ClassVar[type] = type(None)
+    """State that lives from step to step of one sampling run: a dataclass of the method's own."""
+    new_step: ClassVar[type] = type(None)
+    """State that lives for one step, over all its sites and guidance calls: a dataclass of the method's own."""
 
     def __init__(self, config: MethodConfig, spec: BackboneSpec):
         super().__init__()
         self.config: Any = config
         self.spec = spec
-        self.exploration = Exploration()
         self.eval()
-
-    def train(self: Self, mode: bool = True) -> Self:
-        self.trained = self.trained or mode
-        return super().train(mode)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self.trained = True
-        return super().load_state_dict(*args, **kwargs)
-
-    @property
-    def needs_training(self) -> bool:
-        """Whether trained weights decide at inference."""
-        return bool(self.groups())
 
     def __repr__(self) -> str:
         return f"{type(self.config).__name__} on {self.spec.name} ({self.spec.layers} layers of {self.spec.width})"
@@ -133,71 +134,40 @@ class Method(nn.Module):
         raise NotImplementedError
 
     def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
-        """Run a site on reduced tokens. DiffCR overrides this to run twice."""
+        """Run a site on reduced tokens; `base` (B, N, D) is what a token holds if the site adds nothing to it."""
         reduction = self.reduction(x, site, ctx)
-        if reduction is None:
-            return run(x, None)
-        with ctx.phase("gather"):
-            reduced = reduction.reduce(x)
-        out = run(reduced, reduction)
-        with ctx.phase("scatter"):
-            return out._replace(image=reduction.restore(out.image, base))
+        return run(x, None) if reduction is None else run_reduced(run, reduction, x, base, ctx)
 
     def selects(self, site: Place) -> bool:
-        """Whether the method acts at this site at all."""
+        """Whether the method acts at this site at all; asked again at the start of every run."""
         return site.kind in self.sites
-
-    def whole_keys(self, layer: int) -> bool:
-        """Whether a layer's tokens, however few, attend to all others."""
-        return False
-
-    def check_sites(self, sites: Sequence[Place]) -> None:
-        """Refuse a transformer that lacks sites the method cannot do without; `sites` are those it selects."""
 
     def plan(self, ctx: StepContext, timesteps: list[float] | None) -> tuple[int, ...]:
         """Tokens to keep per layer at this step, where that is known beforehand; () otherwise."""
         return ()
 
     def begin_step(self, ctx: StepContext) -> None:
-        pass
+        """Once a call, before the transformer runs."""
 
-    def observe(self, x: Tensor, site: Place, ctx: StepContext) -> None:
-        pass
+    def end_step(self, output: Tensor, ctx: StepContext) -> Tensor | None:
+        """Once a call, with the model's prediction; what it returns takes the prediction's place."""
 
-    def end_step(self, output: Tensor, ctx: StepContext) -> None:
-        pass
+    def own_flops(self, ctx: StepContext, counts: Sequence[float]) -> float:
+        """FLOPs a sample that it spends itself, beside the sites, at a step whose layers run on so many tokens."""
+        return 0.0
 
-    def groups(self) -> dict[str, list[nn.Parameter]]:
-        """What a stage of training may choose to train, by name."""
-        return {"router": list(self.parameters())} if any(True for _ in self.parameters()) else {}
+    def turn(self, config: Any) -> None:
+        """Go on under a config that differs in what a trained method may change, such as its knob."""
+        self.config = config
 
-    def begin_batch(self, timesteps: Sequence[float]) -> None:
-        """Training: the timestep of each micro-batch of the global batch, before the first of them runs.
 
-        Every rank is told all of them, so what depends on time alone needs no communication.
-        """
-
-    def losses(self, ctx: StepContext) -> dict[str, Tensor]:
-        """The method's own training objectives of the last call, by name."""
-        return {}
-
-    def readings(self) -> dict[str, float]:
-        """Numbers of its state that a training log should show."""
-        return {}
-
-    def at_keep(self, keep: float) -> contextlib.AbstractContextManager[None] | None:
-        """A context that keeps this share everywhere, for measuring; None where the method has no such knob."""
-        return None
-
-    def finish(self) -> None:
-        """Turn what was learned so far into what inference reads, such as a policy into its table."""
-
-    def tables(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold beside the weights, such as a compiled schedule."""
-        return {}
-
-    def load_tables(self, tables: dict[str, Tensor]) -> None:
-        pass
+def run_reduced(run: Run, reduction: Reduction, x: Tensor, base: Tensor, ctx: StepContext) -> Streams:
+    """A site on the reduced tokens of x (B, N, D), its results at all places again."""
+    with ctx.phase("gather"):
+        reduced = reduction.reduce(x)
+    out = run(reduced, reduction)
+    with ctx.phase("scatter"):
+        return out._replace(image=reduction.restore(out.image, base))
 
 
 class MethodConfig:
@@ -207,20 +177,35 @@ class MethodConfig:
     """
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    """Named sets of values beside `official`, which is the default everywhere."""
     fixed: ClassVar[frozenset[str]] = frozenset()
     """Fields that shape the weights or say how to train them; a trained checkpoint cannot change them."""
     knob: ClassVar[str | None] = None
-    """The field that changes what a trained checkpoint costs, where one does."""
+    """The field that changes what it costs, without training again."""
+    steps_differ: ClassVar[bool] = False
+    """Whether how many tokens run depends on the step, beyond the first."""
     either: ClassVar[frozenset[str]] = frozenset()
     """Fields of which one at most may be set: changing one clears the others."""
     known: ClassVar[dict[str, type[MethodConfig]]] = {}
-    """Every config class by name: a checkpoint names the one it was trained with."""
+    """Every method by its config's name: a checkpoint names the one it was trained with."""
 
     def __init_subclass__(cls) -> None:
-        MethodConfig.known[cls.__name__] = cls
+        if "build" in cls.__dict__:
+            MethodConfig.known[cls.__name__] = cls
+
+    def __post_init__(self) -> None:
+        """Hold the options to their annotations; a part with more to check calls this first."""
+        options.conform(self)
 
     def build(self, spec: BackboneSpec) -> Method:
         raise NotImplementedError
+
+    def turned(self, at: float) -> dict[str, Any] | None:
+        """Options that make it cost less without training again: 0 as gentle as can be, 1 as strong; None for none.
+
+        A method with a `flops` option needs no such knob: it meets a share by itself.
+        """
+        return None
 
     @classmethod
     def preset(cls: type[Config], name: str, **changes: Any) -> Config:

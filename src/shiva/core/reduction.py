@@ -15,6 +15,9 @@ class Streams(NamedTuple):
 
     image: Tensor  # (B, N, D)
     text: Tensor | None = None  # (B, T, D)
+    rest: Tensor | None = None  # (B, R, D), what the image's own argument holds beside it: references, or text
+    ran: int | None = None
+    """Tokens a sample that were computed, where that is not how many the site was called with."""
 
 
 @dataclass(frozen=True)

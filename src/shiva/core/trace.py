@@ -19,6 +19,7 @@ class Trace:
     """
 
     grid: tuple[int, int] = (0, 0)
+    """Rows and columns; the frames of a video lie under each other."""
     layers: int = 0
     timesteps: dict[int, float] = field(default_factory=dict)
     """Of each step seen so far."""
@@ -43,6 +44,11 @@ class Trace:
 
     def mask(self, step: int, layer: int, row: int = -1) -> Tensor:
         """Which tokens (rows, columns) of one sample a layer ran on; all of them where it ran dense."""
+        if step not in self.timesteps or not 0 <= layer < self.layers:
+            raise ValueError(
+                f"step {step}, layer {layer} was not run; steps are {sorted(self.timesteps)}, layers 0 to "
+                f"{self.layers - 1}"
+            )
         chosen = self.positions.get((step, layer))
         if chosen is None:
             return torch.ones(self.grid, dtype=torch.bool)

@@ -1,13 +1,18 @@
+"""One file a method: its options, its presets, its state, and what it does at each site."""
+
 from shiva.methods.dense import Dense
 from shiva.methods.diffcr import DiffCR
 from shiva.methods.dydit import DyDiT
 from shiva.methods.ibtm import IBTM
 from shiva.methods.lapsum import LapSum
+from shiva.methods.lattice import Lattice
 from shiva.methods.neuralsort import NeuralSort
+from shiva.methods.pruner import Pruner
 from shiva.methods.sdtm import SDTM
 from shiva.methods.shiva import Shiva, ShivaMethod
 from shiva.methods.soft_topk import SoftTopK
 from shiva.methods.sparsedit import SparseDiT
+from shiva.methods.sweep import Ranked, Sweep
 from shiva.methods.tofu import ToFu
 from shiva.methods.toma import ToMA
 from shiva.methods.tomesd import ToMeSD
@@ -19,11 +24,15 @@ __all__ = [
     "DiffCR",
     "DyDiT",
     "LapSum",
+    "Lattice",
     "NeuralSort",
+    "Pruner",
+    "Ranked",
     "Shiva",
     "ShivaMethod",
     "SoftTopK",
     "SparseDiT",
+    "Sweep",
     "ToFu",
     "ToMA",
     "ToMeSD",

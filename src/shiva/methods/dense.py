@@ -12,8 +12,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from shiva.core.context import StepContext
-from shiva.core.method import BackboneSpec, Method, MethodConfig, Place
+from shiva.core.method import BackboneSpec, MethodConfig, Place
 from shiva.core.reduction import Reduction
+from shiva.core.trainable import Trainable
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Dense(MethodConfig):
         return DenseMethod(self, spec)
 
 
-class DenseMethod(Method):
+class DenseMethod(Trainable):
     config: Dense
 
     def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:

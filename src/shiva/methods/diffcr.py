@@ -2,7 +2,7 @@
 
 A ratio rho is learned by running every block twice, at the two bins around rho, and mixing the results
 linearly; so d out / d rho is the difference quotient of the two passes. Inside a pass the k = ceil(bin * N)
-best tokens go through the block, the rest keep their value (or get what `rejected` says), and the FFN's update
+best tokens go through the block, the rest keep their value (or get what `fill` says), and the FFN's update
 is multiplied by the router's sigmoid: the only gradient the router gets. Inference runs once, at the nearest bin.
 
 A ratio of 1 is therefore not dense: the gate still scales the FFN. `gate=False` takes it out.
@@ -17,40 +17,42 @@ own, have their whole update gated.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shiva.core import options
 from shiva.core.context import StepContext
 from shiva.core.method import BackboneSpec, GuidancePolicy, Place, Run, unify_guidance
+from shiva.core.options import NotNegative, Ratio, Size, Whole
 from shiva.core.reduction import Streams
-from shiva.methods._rejected import RejectedConfig, RejectedMethod, check_layers
-from shiva.methods._select import full_precision, shared_indices
-from shiva.modules.router import perturb
-from shiva.modules.topk import hard_topk
+from shiva.core.trainable import Trainable
+from shiva.methods.fills import FillOptions, FillRun, check_layers
+from shiva.methods.pruner import choose_once
+from shiva.methods.scores import full_precision
+from shiva.ops.router import perturb
+from shiva.ops.topk import hard_topk
 
 
 @dataclass(frozen=True)
-class DiffCR(RejectedConfig):
+class DiffCR(FillOptions):
     """Learned token selection with a learned ratio per block and timestep region, by two passes a block."""
 
-    keep: float = 0.8
+    keep: Ratio = 0.8
     """Mean ratio that training aims at."""
-    bins: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+    bins: tuple[Ratio, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
     """Ratios a block can run at."""
-    regions: int = 4
+    regions: Size = 4
     """Equal parts of the timesteps, each with its own ratios; 1 makes them depend on the layer alone."""
-    dense: tuple[int, ...] = ()
+    dense: tuple[Whole, ...] = ()
     """Layers left as they are; none in the release."""
     gate: bool = True
     """Multiply the FFN's update by the router's sigmoid."""
-    budget_weight: float = 50.0
+    budget_weight: NotNegative = 50.0
     """alpha, weight of the loss (mean ratio - keep)^2."""
-    initial: float = 1.0
+    initial: Ratio = 1.0
     """The ratio before training: no compression."""
     guidance: GuidancePolicy = "max"
     """How the two guidance halves agree on tokens."""
@@ -60,18 +62,10 @@ class DiffCR(RejectedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        options.share("keep", self.keep)
-        options.share("initial", self.initial)
-        options.choice("guidance", self.guidance, ("shared", "per-sample", "max"))
-        bins = tuple(sorted({options.share("bins", value) for value in self.bins}))
+        bins = tuple(sorted(set(self.bins)))
         if len(bins) < 2:
             raise ValueError(f"bins={self.bins} holds fewer than two ratios; pass at least two to mix")
-        if not self.budget_weight >= 0:
-            raise ValueError(f"budget_weight={self.budget_weight} is below 0; pass 0 to leave the budget free")
-        if self.regions < 1:
-            raise ValueError(f"regions={self.regions} is below 1; pass 4, or 1 for ratios by layer alone")
         object.__setattr__(self, "bins", bins)
-        object.__setattr__(self, "dense", tuple(self.dense))
 
     def build(self, spec: BackboneSpec) -> DiffCRMethod:
         return DiffCRMethod(self, spec)
@@ -109,16 +103,26 @@ def bin_count(ratio: float, tokens: int) -> int:
     return min(tokens, math.ceil(ratio * tokens - 1e-6))
 
 
-class DiffCRMethod(RejectedMethod):
+@dataclass
+class DiffCRStep:
+    gate: Tensor | None = None  # (B, k, 1), what the FFN inside the current pass is multiplied by
+    indices: dict[int, Tensor] = field(default_factory=dict)  # layer -> (B, k)
+
+
+class DiffCRMethod(Trainable):
     """A linear router per block and a table of ratios."""
 
     sites = frozenset({"block", "ffn"})
     config: DiffCR
+    new_run = FillRun
+    new_step = DiffCRStep
 
     def __init__(self, config: DiffCR, spec: BackboneSpec):
         super().__init__(config, spec)
         check_layers("dense", config.dense, spec)
         self.guidance = config.guidance
+        self.fill = config.make_fill(spec)
+        self.needs_updates = self.needs_earlier = self.fill.caches
         self.routers = nn.ModuleList(nn.Linear(spec.width, 1, bias=False) for _ in range(spec.layers))
         self.rho = nn.Parameter(torch.full((spec.layers, config.regions), config.initial))
 
@@ -145,7 +149,7 @@ class DiffCRMethod(RejectedMethod):
         if self.training:
             return ()
         bins, dense = self.config.bins, self.config.dense
-        if self.dense_step(ctx.step, ctx):
+        if self.fill.dense_step(ctx.step, ctx):
             return (ctx.tokens,) * self.spec.layers
         return tuple(
             ctx.tokens if layer in dense else bin_count(nearest_bin(ratio, bins), ctx.tokens)
@@ -160,7 +164,7 @@ class DiffCRMethod(RejectedMethod):
         return self.ratios()[:, region].tolist()
 
     def losses(self, ctx: StepContext) -> dict[str, Tensor]:
-        if self.exploration.ratio is not None:
+        if ctx.explore.ratio is not None:
             return {}
         reduced = [layer for layer in range(self.spec.layers) if layer not in self.config.dense]
         mean = self.ratios()[reduced].mean()
@@ -173,46 +177,55 @@ class DiffCRMethod(RejectedMethod):
             return self.gated_ffn(run, x, site, ctx)
         scores = self.scores(x, site.layer, ctx)
         if not self.training:
-            k = x.shape[1] if self.runs_dense(x, site.layer, ctx) else ctx.counts[site.layer]
-            out = self.single_pass(run, x, scores, k, site, ctx)
+            k = ctx.counts[site.layer] if self.fill.ready(x, site, ctx) else x.shape[1]
+            out = self.single_pass(run, x, scores, None, k, site, ctx)
             if k == x.shape[1]:
-                self.refresh(out.image, base, site.layer, ctx)
+                self.fill.refresh(out.image, base, site, ctx)
             return out
         rho = self.ratios()[site.layer, self.region(ctx.timestep)]
-        explored = self.exploration.ratio
-        self.simulate_age(x, float(rho.detach()) if explored is None else explored, site.layer, ctx)
+        explored = ctx.explore.ratio
+        age = self.fill.simulated_age(x, float(rho.detach()) if explored is None else explored, ctx)
         if explored is not None:
-            return self.single_pass(run, x, scores, bin_count(explored, x.shape[1]), site, ctx)
+            return self.single_pass(run, x, scores, age, bin_count(explored, x.shape[1]), site, ctx)
         low, high = bracket(float(rho.detach()), self.config.bins)
         weight = (rho - low) / (high - low)
-        lower = self.single_pass(run, x, scores, bin_count(low, x.shape[1]), site, ctx)
-        upper = self.single_pass(run, x, scores, bin_count(high, x.shape[1]), site, ctx)
-        ctx.kept[site.name] = round(float(rho.detach()) * x.shape[1])  # between the two passes
-        mixed = Streams(torch.lerp(lower.image, upper.image, weight.to(lower.image.dtype)))
-        if lower.text is None or upper.text is None:
-            return mixed
-        return mixed._replace(text=torch.lerp(lower.text, upper.text, weight.to(lower.text.dtype)))
+        lower = self.single_pass(run, x, scores, age, bin_count(low, x.shape[1]), site, ctx)
+        upper = self.single_pass(run, x, scores, age, bin_count(high, x.shape[1]), site, ctx)
+
+        def mix(low: Tensor | None, high: Tensor | None) -> Tensor | None:
+            return None if low is None or high is None else torch.lerp(low, high, weight.to(low.dtype))
+
+        image = torch.lerp(lower.image, upper.image, weight.to(lower.image.dtype))
+        between = round(float(rho.detach()) * x.shape[1])
+        return Streams(image, mix(lower.text, upper.text), mix(lower.rest, upper.rest), ran=between)
 
     def scores(self, x: Tensor, layer: int, ctx: StepContext) -> Tensor:
         """Router scores (B, N), float32, of tokens x (B, N, D)."""
         with ctx.phase("router"), full_precision(x.device, self.training):
             scores = self.routers[layer](x.float()).squeeze(-1)
-            return perturb(scores, self.exploration.score_noise) if self.training else scores
+            return perturb(scores, ctx.explore.score_noise) if self.training else scores
 
-    def single_pass(self, run: Run, x: Tensor, scores: Tensor, k: int, site: Place, ctx: StepContext) -> Streams:
-        """The block on the k best tokens of x (B, N, D), its FFN gated by their scores (B, N)."""
+    def single_pass(
+        self, run: Run, x: Tensor, scores: Tensor, age: Tensor | None, k: int, site: Place, ctx: StepContext
+    ) -> Streams:
+        """The block on the k best tokens of x (B, N, D), its FFN gated by their scores (B, N).
+
+        `age` (B, N) is how long tokens waited, in training.
+        """
         tokens = x.shape[1]
         reduction, inputs, gate = None, x, scores[..., None]
         if k < tokens:
             with ctx.phase("sort"):
                 joint = unify_guidance(scores.detach(), self.guidance, ctx)
                 indices = self.indices(joint, k, site.layer, ctx)
-            fill = self.fill_trained if self.training else self.fill
-            reduction = fill(indices, x, site.layer, ctx)
+            if age is None:
+                reduction = self.fill(indices, x, site, ctx)
+            else:
+                reduction = self.fill.trained(indices, x, age, site.layer, ctx)
             inputs, gate = reduction.reduce(x), reduction.reduce(gate)  # (B, k, D), (B, k, 1)
-        ctx.memory["gate"] = torch.sigmoid(gate).to(x.dtype)
+        ctx.now.gate = torch.sigmoid(gate).to(x.dtype)
         out = run(inputs, reduction)
-        gate = ctx.memory.pop("gate", None)
+        gate, ctx.now.gate = ctx.now.gate, None
         if gate is not None and self.config.gate:  # no FFN site inside this block took it
             out = out._replace(image=inputs + gate * (out.image - inputs))
         return out if reduction is None else out._replace(image=reduction.restore(out.image, x))
@@ -220,10 +233,13 @@ class DiffCRMethod(RejectedMethod):
     def indices(self, scores: Tensor, k: int, layer: int, ctx: StepContext) -> Tensor:
         if self.training:
             return hard_topk(scores, k)
-        return shared_indices(layer, self.guidance, ctx, lambda: hard_topk(scores, k))
+        known: dict[int, Tensor] = ctx.now.indices
+        chosen = choose_once(known, layer, self.guidance, ctx)
+        known[layer] = hard_topk(scores, k) if chosen is None else chosen
+        return known[layer]
 
     def gated_ffn(self, run: Run, x: Tensor, site: Place, ctx: StepContext) -> Streams:
         """The FFN inside a pass: x (B, k, D) are the pass's tokens."""
-        out, gate = run(x, None), ctx.memory.pop("gate")
-        del ctx.kept[site.name]  # its block accounts for these tokens
+        out, gate = run(x, None), ctx.now.gate
+        ctx.now.gate = None
         return out._replace(image=out.image * gate) if self.config.gate else out

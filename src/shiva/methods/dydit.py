@@ -12,49 +12,50 @@ plus `losses()` here. The complete model's loss is the trainer's: its model is t
 
 Differs from the release: no width masks (heads and channel groups); the router reads the backbone's pooled
 prompt for the mean text token and is modulated in its bottleneck; the fused single blocks of Flux have no
-FFN of their own and stay dense. Beyond it: `rejected` gives a token that the FFN leaves out its own last FFN update
+FFN of their own and stay dense. Beyond it: `fill` gives a token that the FFN leaves out its own last FFN update
 or that of the nearest token of its sample; at inference alone, because the teacher's pass keeps whole blocks' updates.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shiva.core import options
 from shiva.core.context import StepContext
-from shiva.core.method import BackboneSpec, GuidancePolicy, Place, Run, unify_guidance
+from shiva.core.method import BackboneSpec, GuidancePolicy, Place, Run, run_reduced, unify_guidance
+from shiva.core.options import Count, NotNegative, Positive, Ratio, Share, Whole
 from shiva.core.reduction import Reduction, Streams, flat_rows, gather, scatter, select
-from shiva.methods._rejected import RejectedConfig, RejectedMethod
-from shiva.methods._select import full_precision
-from shiva.modules.rejected import distances, grid_places, nearest_masked
+from shiva.core.trainable import Trainable
+from shiva.methods.fills import Cached, FillOptions, FillRun, Near, key_of
+from shiva.methods.scores import full_precision
+from shiva.ops.fill import distances, nearest_masked
 
 
 @dataclass(frozen=True)
-class DyDiT(RejectedConfig):
+class DyDiT(FillOptions):
     """Learned token masks on every FFN, with a count that follows the image."""
 
-    flops: float = 0.8
+    flops: Ratio = 0.8
     """lambda: the share of the blocks' dense FLOPs that training aims at."""
-    flops_weight: float = 2.0
+    flops_weight: NotNegative = 2.0
     """Weight of the loss (F - lambda)^2."""
-    hold: int = 100
+    hold: Whole = 100
     """Steps at the start of training with lambda = 1."""
-    warmup: int = 1000
+    warmup: Count = 1000
     """Steps over which lambda then falls to `flops`."""
-    tau: float = 5.0
+    tau: Positive = 5.0
     """Temperature of the Gumbel-sigmoid."""
-    threshold: float = 0.5
+    threshold: Share = 0.5
     """Inference: probability above which a token is computed."""
     union: bool = False
     """Inference: compute a token for the whole batch if any sample wants it, as the Shiva paper describes."""
     guidance: GuidancePolicy = "per-sample"
     """How the two guidance halves agree on tokens; per sample, which an FFN can bear, in the release."""
-    shrink: int = 16
+    shrink: Count = 16
     """The router's bottleneck is the model's width divided by this."""
     bias: float = 5.0
     """The router's initial logit: training starts with every token on."""
@@ -63,19 +64,8 @@ class DyDiT(RejectedConfig):
     fixed: ClassVar = frozenset({"flops", "flops_weight", "hold", "warmup", "tau", "shrink", "bias"})
     knob: ClassVar = "threshold"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        options.share("flops", self.flops)
-        options.share("threshold", self.threshold, zero=True)
-        options.choice("guidance", self.guidance, ("shared", "per-sample", "max"))
-        if not self.flops_weight >= 0:
-            raise ValueError(f"flops_weight={self.flops_weight} is below 0; pass 0 to leave the FLOPs free")
-        if not self.tau > 0:
-            raise ValueError(f"tau={self.tau} is not above 0; pass a temperature such as 5")
-        if self.shrink < 1:
-            raise ValueError(f"shrink={self.shrink} is below 1; pass 16 as released")
-        if self.hold < 0 or self.warmup < 1:
-            raise ValueError(f"hold={self.hold}, warmup={self.warmup}: pass steps, at least 0 and 1")
+    def turned(self, at: float) -> dict[str, Any]:
+        return {"threshold": min(max(at, 1e-4), 1 - 1e-4)}
 
     def build(self, spec: BackboneSpec) -> DyDiTMethod:
         return DyDiTMethod(self, spec)
@@ -134,19 +124,28 @@ class MaskedFFN(NamedTuple):
         return cls(mask.mean(), mask.numel(), 2.0 * weights * mask.numel())
 
 
-class DyDiTMethod(RejectedMethod):
+@dataclass
+class DyDiTStep:
+    masks: dict[int, Tensor] = field(default_factory=dict)  # layer -> (B, N)
+    ffns: dict[int, MaskedFFN] = field(default_factory=dict)
+    """Of the layers, in training."""
+
+
+class DyDiTMethod(Trainable):
     """A router per FFN."""
 
     sites = frozenset({"ffn"})
     static = False
     needs_signals = True
     config: DyDiT
+    new_run = FillRun
+    new_step = DyDiTStep
 
     def __init__(self, config: DyDiT, spec: BackboneSpec):
         super().__init__(config, spec)
         self.guidance = config.guidance
         self.routers = nn.ModuleList(TokenRouter(spec, config.shrink, config.bias) for _ in range(spec.layers))
-        self.needs_updates = self.needs_earlier = False
+        self.fill = config.make_fill(spec)
         self._block_flops: dict[tuple[int, int, int], float] = {}
 
     def logits(self, x: Tensor, site: Place, ctx: StepContext) -> Tensor:
@@ -157,55 +156,53 @@ class DyDiTMethod(RejectedMethod):
 
     def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         if not self.training:
-            out = super().around(run, x, base, site, ctx)
-            ctx.kept[site.name] = ctx.memory["kept", site.name]
-            if ctx.memory["all on", site.name]:
-                self.refresh(out.image, base, site.layer, ctx)
+            reduction = self.reduction(x, site, ctx)
+            if reduction is not None:
+                out = run_reduced(run, reduction, x, base, ctx)
+                return out._replace(ran=round(reduction.positions.numel() / x.shape[0]))
+            out = run(x, None)
+            self.fill.refresh(out.image, base, site, ctx)
             return out
-        if self.config.rejected != "identity":
+        if self.config.fill != "identity":
             raise ValueError(
-                f"DyDiT trains with rejected='identity', not {self.config.rejected!r}: the teacher's pass keeps whole "
+                f"DyDiT trains with fill='identity', not {self.config.fill!r}: the teacher's pass keeps whole "
                 "blocks' updates, not the FFN's; train without it and pass it to shiva.attach"
             )
         mask = gumbel_mask(self.logits(x, site, ctx), self.config.tau)  # (B, N)
-        ctx.memory.setdefault("ffn", {})[site.layer] = MaskedFFN.of(mask, site.module)
+        ctx.now.ffns[site.layer] = MaskedFFN.of(mask, site.module)
         out = run(x, None)
-        ctx.kept[site.name] = round(float(mask.detach().sum()) / x.shape[0])  # what inference would compute
-        return out._replace(image=out.image * mask[..., None].to(out.image.dtype))
+        computed = round(float(mask.detach().sum()) / x.shape[0])  # as inference would
+        return out._replace(image=out.image * mask[..., None].to(out.image.dtype), ran=computed)
 
     def mask(self, x: Tensor, site: Place, ctx: StepContext) -> Tensor:
         """Which tokens (B, N) of x (B, N, D) are let in; a second branch takes the first's unless `per-sample`."""
-        key = ("mask", site.layer)
-        if ctx.branch and self.guidance != "per-sample" and key in ctx.memory:
-            return ctx.memory[key]
+        known: Tensor | None = ctx.now.masks.get(site.layer)
+        if ctx.branch and self.guidance != "per-sample" and known is not None:
+            return known
         mask = torch.sigmoid(self.logits(x, site, ctx)) > self.config.threshold
         if self.config.union:
             mask = mask.any(dim=0, keepdim=True).expand_as(mask)
-        ctx.memory[key] = mask
+        ctx.now.masks[site.layer] = mask
         return mask
 
     def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
-        layer = site.layer
         mask = self.mask(x, site, ctx)
-        if self.dense_step(ctx.step, ctx) or (self.caches(layer, ctx) and self.cache_of(x, layer, ctx) is None):
-            mask = torch.ones_like(mask)
-        kept = int(mask.sum())
-        ctx.memory["kept", site.name] = round(kept / mask.shape[0])
-        ctx.memory["all on", site.name] = kept == mask.numel()
-        if kept == mask.numel():
+        if self.fill.dense_step(ctx.step, ctx) or not self.fill.ready(x, site, ctx):
+            return None
+        if int(mask.sum()) == mask.numel():
             return None
         if self.config.union:
             chosen = mask[0].nonzero().squeeze(1)  # (K,)
-            return self.settled(select(chosen.expand(x.shape[0], -1), x.shape[1]), mask, x, layer, ctx)
-        return self.settled(flat_selection(mask), mask, x, layer, ctx)
+            return self.filled(select(chosen.expand(x.shape[0], -1), x.shape[1]), mask, x, site, ctx)
+        return self.filled(flat_selection(mask), mask, x, site, ctx)
 
-    def settled(self, chosen: Reduction, mask: Tensor, x: Tensor, layer: int, ctx: StepContext) -> Reduction:
+    def filled(self, chosen: Reduction, mask: Tensor, x: Tensor, site: Place, ctx: StepContext) -> Reduction:
         """The chosen tokens' FFN updates, and for the others (not mask (B, N)) what the config says."""
-        computed = mask[..., None]
+        computed, fill, run = mask[..., None], self.fill.in_this(ctx), ctx.run
 
         def cached(updates: Tensor) -> Tensor:
-            cache = ctx.run[self.key("update", layer, ctx)]
-            ctx.run[self.key("update", layer, ctx)] = torch.where(computed, updates.detach().to(cache.dtype), cache)
+            cache = run.updates[key_of(site, ctx)]
+            run.updates[key_of(site, ctx)] = torch.where(computed, updates.detach().to(cache.dtype), cache)
             return torch.where(computed, updates, cache.to(updates.dtype))
 
         def near(updates: Tensor) -> Tensor:
@@ -213,29 +210,29 @@ class DyDiTMethod(RejectedMethod):
                 directions = F.normalize(x.float(), dim=-1)
                 closeness = directions @ directions.transpose(1, 2)
             else:
-                places = grid_places(ctx.grid, x.device)
+                places = ctx.layout.places(x.device)
                 closeness = -distances(places, places)[None]
             rows = flat_rows(nearest_masked(closeness, mask), x.shape[1])
             return torch.where(computed, updates, gather(updates, rows))
 
-        if self.caches(layer, ctx):
+        if isinstance(fill, Cached) and fill.caches_layer(site.layer):
             return replace(chosen, restore=lambda values, base: cached(chosen.restore(values, base)))
-        if self.rejected(ctx) == "near":
+        if isinstance(fill, Near):
             return replace(chosen, restore=lambda values, base: near(chosen.restore(values, base)))
         return chosen
 
     # -- training ------------------------------------------------------------------------------------
 
-    def target(self) -> float:
+    def target(self, ctx: StepContext) -> float:
         """lambda_t: 1 at first, then linearly down to the target."""
-        progress = (self.exploration.step - self.config.hold) / self.config.warmup
+        progress = (ctx.explore.step - self.config.hold) / self.config.warmup
         return 1 - (1 - self.config.flops) * min(max(progress, 0.0), 1.0)
 
     def flops_share(self, ctx: StepContext) -> Tensor:
         """F: FLOPs of the blocks with each FFN at its mask's share of tokens, as a share of dense."""
-        masked: dict[int, MaskedFFN] = ctx.memory["ffn"]
+        masked: dict[int, MaskedFFN] = ctx.now.ffns
         tokens = next(iter(masked.values())).tokens
-        key = (tokens, ctx.tokens, ctx.text_tokens)
+        key = (tokens, ctx.tokens, ctx.layout.text)
         if key not in self._block_flops:
             cost = ctx.cost()
             self._block_flops[key] = sum(layer(cost.tokens).true for layer in cost.layers)
@@ -250,4 +247,4 @@ class DyDiTMethod(RejectedMethod):
         return 1 - torch.stack(saved).sum()
 
     def losses(self, ctx: StepContext) -> dict[str, Tensor]:
-        return {"flops": self.config.flops_weight * (self.flops_share(ctx) - self.target()).square()}
+        return {"flops": self.config.flops_weight * (self.flops_share(ctx) - self.target(ctx)).square()}

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shiva.core import options
 from shiva.core.context import StepContext
-from shiva.core.method import BackboneSpec, GuidancePolicy, Method, MethodConfig, Place, SiteKind
+from shiva.core.layout import Layout
+from shiva.core.method import BackboneSpec, Method, MethodConfig, Place
+from shiva.core.options import Count, Positive, Share, Whole
 from shiva.core.reduction import Reduction
-from shiva.methods.tomesd import merged_share, sublayers
-from shiva.modules.merging import (
+from shiva.methods.tomesd import MergeStep, SubLayer, check_sites, merged_share
+from shiva.ops.fill import distances
+from shiva.ops.merging import (
+    Combine,
     Matching,
     best_destination,
     block_matching,
@@ -24,11 +27,10 @@ from shiva.modules.merging import (
     merge_best,
     merging,
     partition,
-    seeded,
     split,
     windows,
 )
-from shiva.modules.rejected import distances
+from shiva.ops.seeds import seeded
 
 OUTSIDE_BONUS = 1e3
 """Added to the score of tokens outside the pool, so that they merge before any inside it."""
@@ -40,62 +42,60 @@ TIE_BREAK = 1e-3
 class IBTM(MethodConfig):
     """Merge the tokens that guidance changes least, into random ones among those it changes most."""
 
-    ratio: float = 0.5
+    ratio: Share = 0.5
     """Share of image tokens merged away."""
-    pool: float = 1.0
+    pool: Positive = 1.0
     """Size of the pool of important tokens, relative to the number of tokens left after merging."""
-    layers: tuple[int, int] = (7, 20)
+    layers: tuple[Whole, Whole] = (7, 20)
     """First and last block that merges."""
-    sites: tuple[SiteKind, ...] = ("attention", "cross_attention")
+    sites: tuple[SubLayer, ...] = ("attention", "cross_attention")
     """Sub-layers that run on merged tokens: attention, cross_attention, ffn."""
-    similarity: str = "position"
+    similarity: Literal["position", "feature"] = "position"
     """Merge into the nearest destination on the grid (position), or the most similar block input (feature)."""
-    merge_from: float = 0.2
+    merge_from: Share = 0.2
     """Share of the run, step 4 of 20, from which merged tokens are averaged; before it they are dropped, and receive
     their destination's result."""
-    steps: int = 20
+    steps: Count = 20
     """Length of the run where no scheduler tells it (a bare transformer)."""
-    first_step: str = "partition"
+    first_step: Literal["partition", "dense"] = "partition"
     """The first step, which has no guidance difference yet: ToMeSD's random partition, or dense."""
-    guidance: GuidancePolicy = "per-sample"
+    guidance: Literal["per-sample", "shared"] = "per-sample"
     """Pool and destinations are always common to both halves; per-sample lets each rank its own sources."""
-    seed: int = 0
+    seed: Whole = 0
     """Seed of the random destinations."""
 
     presets: ClassVar = {"paper": {"ratio": 0.25, "sites": ("attention",), "first_step": "dense"}}
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         merged_share("ratio", self.ratio)
-        options.share("merge_from", self.merge_from, zero=True)
-        if self.steps < 1:
-            raise ValueError(f"steps={self.steps} must be at least 1")
-        if not self.pool > 0:
-            raise ValueError(f"pool={self.pool} must be above 0; 1 merges exactly the least important tokens")
-        object.__setattr__(self, "layers", tuple(self.layers))
-        if len(self.layers) != 2 or not 0 <= self.layers[0] <= self.layers[1]:
+        check_sites(self.sites)
+        if self.layers[0] > self.layers[1]:
             raise ValueError(f"layers={self.layers} is no range; pass (first, last) with 0 <= first <= last")
-        object.__setattr__(self, "sites", sublayers(self.sites))
-        options.choice("similarity", self.similarity, ("position", "feature"))
-        options.choice("first_step", self.first_step, ("partition", "dense"))
-        options.choice("guidance", self.guidance, ("per-sample", "shared"))
 
     def removed(self, tokens: int) -> int:
         """Tokens merged away out of N."""
         return int(self.ratio * tokens)
 
+    def turned(self, at: float) -> dict[str, Any]:
+        return {"ratio": 0.75 * at}
+
     def build(self, spec: BackboneSpec) -> IBTMMethod:
         return IBTMMethod(self, spec)
 
 
-def guidance_difference(first: Tensor, second: Tensor, grid: tuple[int, int], channels: int) -> Tensor:
+def guidance_difference(first: Tensor, second: Tensor, layout: Layout, channels: int) -> Tensor:
     """Mean absolute difference of two predictions at each token: (B, N).
 
-    Predictions are (B, C, H, W), of which only the latents' own channels count, or Flux's (B, N, C).
+    Predictions are (B, C, H, W) or (B, C, F, H, W), of which only the latents' own channels count, or (B, N, C).
     """
     difference = (first.float() - second.float()).abs()
     if difference.ndim == 3:
-        return difference.mean(dim=-1)
-    return F.adaptive_avg_pool2d(difference[:, :channels].mean(dim=1, keepdim=True), grid).flatten(1)
+        return difference.mean(dim=-1)[:, : layout.tokens]
+    planes = difference[:, :channels].mean(dim=1, keepdim=True)
+    if planes.ndim == 4:
+        return F.adaptive_avg_pool2d(planes, layout.shape[1:]).flatten(1)
+    return F.adaptive_avg_pool3d(planes, layout.shape).flatten(1)
 
 
 def nearest_destination(destinations: Tensor, sources: Tensor, columns: int, jitter: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,11 +108,29 @@ def nearest_destination(destinations: Tensor, sources: Tensor, columns: int, jit
     return -distance, target
 
 
+@dataclass
+class IBTMRun:
+    begun: bool = False
+    importance: Tensor | None = None  # (b, N), of the step before
+
+
+@dataclass
+class IBTMStep(MergeStep):
+    combine: Combine = "mean"
+    first_output: Tensor | None = None
+    """The prediction of sequential guidance's first call."""
+    pool: Tensor | None = None  # (b, M), of b images
+    drawn: Tensor | None = None  # (L, K), places in the pool
+    jitter: Tensor | None = None  # (K, 2)
+
+
 class IBTMMethod(Method):
     """Ranks tokens by the previous step's guidance difference, which it sees in the model's output."""
 
     needs_guidance = True
     config: IBTM
+    new_run = IBTMRun
+    new_step = IBTMStep
 
     def __init__(self, config: IBTM, spec: BackboneSpec):
         super().__init__(config, spec)
@@ -131,28 +149,30 @@ class IBTMMethod(Method):
     # -- importance ----------------------------------------------------------------------------------
 
     def end_step(self, output: Tensor, ctx: StepContext) -> None:
-        ctx.run["begun"] = True
+        now: IBTMStep = ctx.now
+        ctx.run.begun = True
         if ctx.guidance_pairs:
             first, second = output.chunk(2)
-        elif ctx.branch:
-            first, second = ctx.memory["first branch"], output
+        elif now.first_output is not None:
+            first, second = now.first_output, output
         else:
-            ctx.memory["first branch"] = output
+            now.first_output = output
             return
-        ctx.run["importance"] = guidance_difference(first, second, ctx.grid, ctx.channels)
+        ctx.run.importance = guidance_difference(first, second, ctx.layout, ctx.channels)
 
     def begin_step(self, ctx: StepContext) -> None:
         """Draw the step's destinations by the map that the step before left; its second branch takes the first's."""
         steps = ctx.steps or self.config.steps
-        ctx.memory["combine"] = "mean" if ctx.step >= self.config.merge_from * steps else "prune"
+        now: IBTMStep = ctx.now
+        now.combine = "mean" if ctx.step >= self.config.merge_from * steps else "prune"
         if ctx.branch or not self.config.removed(ctx.tokens):
             return
         generator = seeded(self.config.seed, ctx.step)
-        if not ctx.run:
-            cells = windows(ctx.grid)
-            ctx.memory["partition"] = partition(cells, draw(cells, self.spec.layers, generator), ctx.tokens)
+        if not ctx.run.begun:
+            cells = windows(ctx.layout)
+            now.partition = partition(cells, draw(cells, self.spec.layers, generator), ctx.tokens)
             return
-        importance = ctx.run.pop("importance", None)  # none is used twice, should guidance end within the run
+        importance, ctx.run.importance = ctx.run.importance, None  # used once, should guidance end within the run
         if importance is None:
             raise ValueError(
                 "IBTM ranks tokens by the difference of the two guidance predictions, but the step before had only "
@@ -162,38 +182,36 @@ class IBTMMethod(Method):
         kept = ctx.tokens - self.config.removed(ctx.tokens)
         pool = min(int(self.config.pool * kept), ctx.tokens)
         order = importance.argsort(dim=1, descending=True, stable=True)
-        ctx.memory["pool"] = order[:, :pool]  # (b, M), b images
+        now.pool = order[:, :pool]  # (b, M), b images
         drawn = torch.rand(self.spec.layers, pool, generator=generator).argsort(dim=1)
-        ctx.memory["drawn"] = drawn[:, : max(1, ctx.tokens // 4)]  # (L, K)
-        ctx.memory["jitter"] = TIE_BREAK * torch.randn(drawn.shape[1], 2, generator=generator)
+        now.drawn = drawn[:, : max(1, ctx.tokens // 4)]  # (L, K)
+        now.jitter = TIE_BREAK * torch.randn(drawn.shape[1], 2, generator=generator)
 
     # -- merging -------------------------------------------------------------------------------------
 
-    def observe(self, x: Tensor, site: Place, ctx: StepContext) -> None:
-        ctx.memory["input"] = x
-
     def matching(self, metric: Tensor, layer: int, ctx: StepContext) -> Matching:
-        config, device = self.config, metric.device
+        config, device, now = self.config, metric.device, ctx.now
         removed = config.removed(ctx.tokens)
-        if "partition" in ctx.memory:
-            destinations, sources = (part[layer].to(device) for part in ctx.memory["partition"])
+        if now.partition is not None:
+            destinations, sources = (part[layer].to(device) for part in now.partition)
             return match(metric, destinations, sources, removed)
-        pool = ctx.memory["pool"].to(device)  # (b, M)
-        destinations, sources = split(pool[:, ctx.memory["drawn"][layer].to(device)], ctx.tokens)
+        pool = now.pool.to(device)  # (b, M)
+        destinations, sources = split(pool[:, now.drawn[layer].to(device)], ctx.tokens)
         outside = torch.ones_like(pool[:, :1]).expand(-1, ctx.tokens).scatter(1, pool, 0).gather(1, sources)
         halves = metric.shape[0] // pool.shape[0]
         if config.similarity == "position":
-            jitter = ctx.memory["jitter"][: destinations.shape[1]].to(device)
-            score, target = nearest_destination(destinations, sources, ctx.grid[1], jitter)
+            jitter = now.jitter[: destinations.shape[1]].to(device)
+            score, target = nearest_destination(destinations, sources, ctx.layout.columns, jitter)
             return merge_best(score + OUTSIDE_BONUS * outside, target, destinations, sources, removed).repeat(halves)
         destinations, sources, outside = (part.repeat(halves, 1) for part in (destinations, sources, outside))
         score, target = best_destination(metric, destinations, sources)
         return merge_best(score + OUTSIDE_BONUS * outside, target, destinations, sources, removed)
 
     def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
-        config = self.config
-        if not config.removed(ctx.tokens) or ("partition" in ctx.memory and config.first_step == "dense"):
+        config, now = self.config, ctx.now
+        if not config.removed(ctx.tokens) or (now.partition is not None and config.first_step == "dense"):
             return None
         make = partial(self.matching, layer=site.layer, ctx=ctx)
-        matching = block_matching(site.layer, ctx.memory["input"], self.guidance, ctx, make)
-        return merging(matching, ctx.memory["combine"])
+        assert ctx.block_input is not None
+        matching = block_matching(now.matchings, site.layer, ctx.block_input, self.guidance, ctx, make)
+        return merging(matching, now.combine)

@@ -11,34 +11,28 @@ from torch import Tensor, nn
 
 from shiva.core.context import StepContext
 from shiva.core.method import BackboneSpec
-from shiva.methods._gated import GatedTopK, GatedTopKConfig
-from shiva.modules.lapsum import lapsum_topk
-from shiva.modules.policy import logit
-from shiva.modules.schedule import RatioSchedule
+from shiva.core.options import NotNegative, Positive
+from shiva.methods.gated import GatedOptions, GatedTopK
+from shiva.ops.lapsum import lapsum_topk
+from shiva.ops.policy import logit
+from shiva.ops.schedule import RatioSchedule
 
 
 @dataclass(frozen=True)
-class LapSum(GatedTopKConfig):
+class LapSum(GatedOptions):
     """Top-k selection with an exact soft budget; each layer learns its own keep ratio in the same pass.
 
     `keep` is the mean over the reduced layers: a loss draws the learned ratios to it in training, and at
     inference one shift of all their logits meets it exactly. Not part of the Shiva paper's comparison.
     """
 
-    alpha: float = 0.1
+    alpha: Positive = 0.1
     """Width of the Laplace distribution, in units of the scores."""
-    budget_weight: float = 10.0
+    budget_weight: NotNegative = 10.0
     """Weight of the loss (mean keep - keep)^2."""
 
     presets: ClassVar = {"paper": {}}
-    fixed: ClassVar = GatedTopKConfig.fixed | {"alpha", "budget_weight"}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.alpha > 0:
-            raise ValueError(f"alpha={self.alpha} is not above 0; pass a width such as 0.1")
-        if not self.budget_weight >= 0:
-            raise ValueError(f"budget_weight={self.budget_weight} is below 0; pass 0 to leave the budget free")
+    fixed: ClassVar = GatedOptions.fixed | {"alpha", "budget_weight"}
 
     def build(self, spec: BackboneSpec) -> LapSumMethod:
         return LapSumMethod(self, spec)
@@ -75,11 +69,11 @@ class LapSumMethod(GatedTopK):
 
     def gates(self, scores: Tensor, k: int, layer: int, ctx: StepContext) -> Tensor:
         learned = torch.sigmoid(self.ratio_logits[layer]) * ctx.tokens
-        budget = learned if self.exploration.ratio is None else float(k)
+        budget = learned if ctx.explore.ratio is None else float(k)
         return lapsum_topk(scores, budget, self.config.alpha)
 
     def losses(self, ctx: StepContext) -> dict[str, Tensor]:
-        if self.exploration.ratio is not None:
+        if ctx.explore.ratio is not None:
             return {}
         mean = torch.sigmoid(self.ratio_logits[self.reduced]).mean()
         return {"budget": self.config.budget_weight * (mean - self.config.keep).square()}

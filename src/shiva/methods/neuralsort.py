@@ -9,28 +9,24 @@ from torch import Tensor
 
 from shiva.core.context import StepContext
 from shiva.core.method import BackboneSpec
-from shiva.methods._gated import GatedTopK, GatedTopKConfig
-from shiva.modules.neuralsort import neuralsort_topk
+from shiva.core.options import Positive
+from shiva.methods.gated import GatedOptions, GatedTopK
+from shiva.ops.neuralsort import neuralsort_topk
 
 
 @dataclass(frozen=True)
-class NeuralSort(GatedTopKConfig):
+class NeuralSort(GatedOptions):
     """Top-k selection trained through NeuralSort's relaxed permutation; k is fixed, and has no gradient.
 
     The release has no diffusion objective and no tokens; the adaptation is the Shiva paper's. Its table fits
     a mean keep of 0.843 over whole blocks, which is the `paper` preset.
     """
 
-    tau: float = 0.05
+    tau: Positive = 0.05
     """Temperature as a share of N: the operator's logits grow with N."""
 
     presets: ClassVar = {"paper": {"keep": 0.843}}
-    fixed: ClassVar = GatedTopKConfig.fixed | {"tau"}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.tau > 0:
-            raise ValueError(f"tau={self.tau} is not above 0; pass a share of N such as 0.05")
+    fixed: ClassVar = GatedOptions.fixed | {"tau"}
 
     def build(self, spec: BackboneSpec) -> NeuralSortMethod:
         return NeuralSortMethod(self, spec)

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from shiva.core import options
 from shiva.core.context import StepContext
-from shiva.core.method import BackboneSpec, GuidancePolicy, Method, MethodConfig, Place, Run
+from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, Run
+from shiva.core.options import Count, Ratio, Share, Whole
 from shiva.core.reduction import Reduction, Streams
 from shiva.methods.tomesd import merged_share
-from shiva.modules.merging import (
+from shiva.ops.merging import (
     Matching,
+    Matchings,
     Windows,
     block_matching,
     draw,
     match,
     merging,
-    seeded,
     unit,
     unmerge,
     windows,
 )
+from shiva.ops.seeds import seeded
 
 MERGE_ONLY = {"ratio": 0.25, "cache_weight": 1.0, "protect_every": None}
 
@@ -35,50 +36,44 @@ MERGE_ONLY = {"ratio": 0.25, "cache_weight": 1.0, "protect_every": None}
 class SDTM(MethodConfig):
     """Merge whole windows while the structure forms, then single similar tokens while details do."""
 
-    ratio: float = 0.3
+    ratio: Share = 0.3
     """Share of image tokens merged away, at the middle of its range over the run."""
-    deviation: float = 0.2
+    deviation: Share = 0.2
     """The share falls along a cosine from ratio + deviation at the first step to ratio - deviation at the last."""
-    switch: float = 0.4
+    switch: Share = 0.4
     """Share of the run at which the structure stage has its last step: step 20 of 50, counted from 0."""
-    steps: int = 50
+    steps: Count = 50
     """Length of the run where no scheduler tells it (a bare transformer)."""
     random: bool = True
     """Draw the destination inside a merged window at random, not its top left token."""
     priority: float = 0.05
     """Weight, in a window's score, of how long its tokens have been merged."""
-    cache_weight: float = 0.1
+    cache_weight: Ratio = 0.1
     """Weight of a merged token's new result; the rest is its own result at the last protected step."""
-    protect_every: int | None = 3
+    protect_every: Count | None = 3
     """Every n-th step runs dense and refreshes that cache; None never."""
-    round_to: int = 16
+    round_to: Count = 16
     """Round counts of merged windows and tokens down to this multiple."""
-    guidance: GuidancePolicy = "per-sample"
+    guidance: Literal["per-sample", "shared"] = "per-sample"
     """Whether each sample chooses its own tokens to merge, or the first guidance half chooses for both."""
-    seed: int = 0
+    seed: Whole = 0
     """Seed of the random destinations."""
 
+    steps_differ: ClassVar = True
     presets: ClassVar = {"release": {}, "merge_only": MERGE_ONLY, "paper": MERGE_ONLY}
 
     def __post_init__(self) -> None:
-        options.share("deviation", self.deviation, zero=True)
-        options.share("switch", self.switch, zero=True)
+        super().__post_init__()
         merged_share("ratio + deviation", self.ratio + self.deviation)
         if self.deviation > self.ratio:
             raise ValueError(
                 f"deviation={self.deviation} is above ratio={self.ratio}; the last steps would be below 0"
             )
-        options.share("cache_weight", self.cache_weight)
-        for name in ("steps", "round_to", "protect_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
         if self.cache_weight < 1 and self.protect_every is None:
             raise ValueError(
                 f"cache_weight={self.cache_weight} needs protected steps to fill the cache; "
                 "pass protect_every, or cache_weight=1"
             )
-        options.choice("guidance", self.guidance, ("per-sample", "shared"))
 
     def share(self, step: int, steps: int) -> float:
         """Share of tokens merged away at a step of a run."""
@@ -96,6 +91,12 @@ class SDTM(MethodConfig):
     def merged_tokens(self, share: float, tokens: int) -> int:
         """Tokens merged in the detail stage."""
         return self.round_to * (int(share * tokens) // self.round_to)
+
+    def turned(self, at: float) -> dict[str, Any]:
+        """The range narrows with its middle, as in the presets, and stays between 0 and what a window can lose."""
+        spread = self.deviation / self.ratio if self.ratio else 0.0
+        ratio = 0.74 * at / (1 + spread)
+        return {"ratio": ratio, "deviation": spread * ratio}
 
     def build(self, spec: BackboneSpec) -> SDTMMethod:
         return SDTMMethod(self, spec)
@@ -130,11 +131,34 @@ def detail_matching(metric: Tensor, counter: Tensor, cells: Windows, merged: int
     return match(metric, members[..., 0], sources, merged)
 
 
+@dataclass
+class SDTMRun:
+    """By guidance branch how long each token has been merged, (B, N), and by site too its last whole result."""
+
+    merged: dict[int, Tensor] = field(default_factory=dict)
+    results: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # (B, N, D)
+
+
+@dataclass
+class SDTMStep:
+    structure: bool = False
+    protected: bool = False
+    merged: int = 0
+    """Windows or tokens that this step merges."""
+    cells: Windows | None = None
+    pick: Tensor | None = None  # (L, C)
+    metrics: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """What a block's tokens are compared by, of a layer and a guidance branch."""
+    matchings: Matchings = field(default_factory=dict)
+
+
 class SDTMMethod(Method):
     """Structure stage around attention and FFN, detail stage around the FFN alone."""
 
     sites = frozenset({"attention", "ffn"})
     config: SDTM
+    new_run = SDTMRun
+    new_step = SDTMStep
 
     def __init__(self, config: SDTM, spec: BackboneSpec):
         super().__init__(config, spec)
@@ -144,52 +168,53 @@ class SDTMMethod(Method):
         config = self.config
         steps = ctx.steps or config.steps
         share, structure = config.share(ctx.step, steps), config.is_structure(ctx.step, steps)
-        ctx.memory["structure"] = structure
-        ctx.memory["merged"] = (config.merged_windows if structure else config.merged_tokens)(share, ctx.tokens)
-        ctx.memory["protected"] = config.protect_every is not None and ctx.step % config.protect_every == 0
-        if ctx.memory["merged"]:
+        now: SDTMStep = ctx.now
+        now.structure = structure
+        now.merged = (config.merged_windows if structure else config.merged_tokens)(share, ctx.tokens)
+        now.protected = config.protect_every is not None and ctx.step % config.protect_every == 0
+        if now.merged:
             generator = seeded(config.seed, ctx.step) if config.random else None
-            ctx.memory["cells"] = cells = windows(ctx.grid)
-            ctx.memory["pick"] = draw(cells, self.spec.layers, generator)
-            ctx.memory["merged"] = min(ctx.memory["merged"], cells.members.shape[0] * (1 if structure else 3))
+            now.cells = cells = windows(ctx.layout)
+            now.pick = draw(cells, self.spec.layers, generator)
+            now.merged = min(now.merged, cells.members.shape[0] * (1 if structure else 3))
 
     def matching(self, metric: Tensor, layer: int, ctx: StepContext) -> Matching:
         """Match the block's tokens and count how long each has been merged; all blocks share the counter."""
-        device, key = metric.device, ("counter", ctx.branch)
-        cells = Windows(*(part.to(device) for part in ctx.memory["cells"]))
-        counter: Tensor | None = ctx.run.get(key)
+        device, now = metric.device, ctx.now
+        cells = Windows(*(part.to(device) for part in now.cells))
+        counter: Tensor | None = ctx.run.merged.get(ctx.branch)
         if counter is None or counter.shape != metric.shape[:2]:
             counter = torch.zeros(metric.shape[:2], device=device)
-        if ctx.memory["structure"]:
+        if now.structure:
             priority = counter / counter.mean(dim=1, keepdim=True).clamp(min=1e-6)
-            pick = ctx.memory["pick"][layer].to(device)
+            pick = now.pick[layer].to(device)
             weighted = self.config.priority * priority
-            matching = structure_matching(metric, weighted, cells, pick, ctx.memory["merged"])
+            matching = structure_matching(metric, weighted, cells, pick, now.merged)
         else:
-            matching = detail_matching(metric, counter, cells, ctx.memory["merged"])
-        ctx.run[key] = (counter + 1).scatter(1, matching.kept, 0.0)
+            matching = detail_matching(metric, counter, cells, now.merged)
+        ctx.run.merged[ctx.branch] = (counter + 1).scatter(1, matching.kept, 0.0)
         return matching
 
     def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
-        first_of_block = ctx.memory.get("metric", (None,))[0] != (site.layer, ctx.branch)
-        if site.kind == "attention" and first_of_block:
-            ctx.memory["metric"] = ((site.layer, ctx.branch), x)
-        dense_here = site.kind == "attention" and not ctx.memory["structure"]
-        if not ctx.memory["merged"] or dense_here:
+        now, block = ctx.now, (site.layer, ctx.branch)
+        if site.kind == "attention" and block not in now.metrics:
+            now.metrics = {block: x}  # the block's first attention; others of an earlier block are done with
+        dense_here = site.kind == "attention" and not now.structure
+        if not now.merged or dense_here:
             return None
         make = partial(self.matching, layer=site.layer, ctx=ctx)
-        matching = block_matching(site.layer, ctx.memory["metric"][1], self.guidance, ctx, make)
-        cached: Tensor | None = ctx.run.get(("cache", site.name, ctx.branch))
+        matching = block_matching(now.matchings, site.layer, now.metrics[block], self.guidance, ctx, make)
+        cached: Tensor | None = ctx.run.results.get((site.name, ctx.branch))
         if cached is None or cached.shape != x.shape:
             return merging(matching)
         return blended(matching, cached, self.config.cache_weight)
 
     def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
-        if not ctx.memory["protected"]:
+        if not ctx.now.protected:
             return super().around(run, x, base, site, ctx)
         out = run(x, None)
         if self.config.cache_weight < 1:
-            ctx.run["cache", site.name, ctx.branch] = out.image.detach()
+            ctx.run.results[site.name, ctx.branch] = out.image.detach()
         return out
 
 

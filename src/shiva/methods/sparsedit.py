@@ -23,18 +23,19 @@ blocks could not spare the keys the FFN.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shiva.core import options
 from shiva.core.context import StepContext
-from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, Run
+from shiva.core.layout import Layout
+from shiva.core.method import BackboneSpec, MethodConfig, Place, Run
+from shiva.core.options import Share, Whole
 from shiva.core.reduction import Reduction, Streams
+from shiva.core.trainable import Trainable
 
 Role = Literal["generate", "sparse", "recover", "dense"]
 ROLES: tuple[Role, ...] = ("generate", "sparse", "recover", "dense")
@@ -45,32 +46,32 @@ NOISE = 1000.0
 class SparseDiT(MethodConfig):
     """Pool the image to a coarse grid inside modules of blocks, and recover it at their end."""
 
-    rates: tuple[float, float] = (0.61, 0.86)
+    rates: tuple[Share, Share] = (0.61, 0.86)
     """Share of tokens pooled away: least (near the clean image) and most (at pure noise)."""
-    split: tuple[int, int, int, int] = (1, 3, 1, 1)
+    split: tuple[Whole, Whole, Whole, Whole] = (1, 3, 1, 1)
     """Generate, sparse, recover and dense blocks of a module; exactly one generates and one recovers."""
-    bottom: int = 2
+    bottom: Whole = 2
     """Dense blocks before the first module."""
-    top: int = 4
+    top: Whole = 4
     """Dense blocks, at least, after the last module."""
-    modules: int | None = None
+    modules: Whole | None = None
     """Number of modules; None takes as many as fit."""
 
     presets: ClassVar = {"paper": {"rates": (0.39, 0.42)}}
     fixed: ClassVar = frozenset({"split", "bottom", "top", "modules"})
     knob: ClassVar = "rates"
+    steps_differ: ClassVar = True
 
     def __post_init__(self) -> None:
-        rates = tuple(options.share("rates", rate, zero=True) for rate in self.rates)
-        if len(rates) != 2 or not rates[0] <= rates[1] < 1:
+        super().__post_init__()
+        if not self.rates[0] <= self.rates[1] < 1:
             raise ValueError(f"rates={self.rates} must rise and stay below 1; pass (least, most), as (0.61, 0.86)")
-        if len(self.split) != 4 or self.split[0] != 1 or self.split[2] != 1 or min(self.split) < 0:
+        if (self.split[0], self.split[2]) != (1, 1):
             raise ValueError(f"split={self.split} must be (1, sparse, 1, dense); pass (1, 3, 1, 1) as released")
-        for name in ("bottom", "top"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} is below 0; pass a number of dense blocks")
-        object.__setattr__(self, "rates", rates)
-        object.__setattr__(self, "split", tuple(self.split))
+
+    def turned(self, at: float) -> dict[str, Any]:
+        scale = 0.97 * at / max(self.rates)
+        return {"rates": [rate * scale for rate in self.rates]}
 
     def build(self, spec: BackboneSpec) -> SparseDiTMethod:
         return SparseDiTMethod(self, spec)
@@ -90,24 +91,36 @@ def sparse_grid(grid: tuple[int, int], rate: float) -> tuple[int, int]:
     return rows, columns
 
 
-def pool(x: Tensor, grid: tuple[int, int], coarse: tuple[int, int]) -> Tensor:
-    """Tokens (B, h w, D) averaged over the cells of a coarse grid: (B, m n, D)."""
-    planes = x.transpose(1, 2).unflatten(2, grid)  # (B, D, h, w)
-    return F.adaptive_avg_pool2d(planes, coarse).flatten(2).transpose(1, 2)
+def planes_of(x: Tensor, frames: int, grid: tuple[int, int]) -> Tensor:
+    """Tokens (B, f h w, D) as planes (B f, D, h, w)."""
+    return x.unflatten(1, (frames, *grid)).flatten(0, 1).permute(0, 3, 1, 2)
 
 
-def upsample(x: Tensor, coarse: tuple[int, int], grid: tuple[int, int]) -> Tensor:
-    """Tokens (B, m n, D) of a coarse grid copied to the nearest of the full one: (B, h w, D)."""
-    planes = x.transpose(1, 2).unflatten(2, coarse)
-    return F.interpolate(planes, size=grid, mode="nearest").flatten(2).transpose(1, 2)
+def tokens_of(planes: Tensor, frames: int) -> Tensor:
+    """The reverse of `planes_of`."""
+    return planes.flatten(2).transpose(1, 2).unflatten(0, (-1, frames)).flatten(1, 2)
 
 
-def cell_centres(grid: tuple[int, int], coarse: tuple[int, int], device: torch.device) -> Tensor:
-    """The full grid's token (m n,) nearest to the centre of each coarse cell."""
+def pool(x: Tensor, layout: Layout, coarse: tuple[int, int]) -> Tensor:
+    """Tokens (B, f h w, D) averaged over the cells of a coarse grid of each frame: (B, f m n, D)."""
+    planes = planes_of(x, layout.frames, layout.shape[1:])
+    return tokens_of(F.adaptive_avg_pool2d(planes, coarse), layout.frames)
+
+
+def upsample(x: Tensor, coarse: tuple[int, int], layout: Layout) -> Tensor:
+    """Tokens (B, f m n, D) of a coarse grid copied to the nearest of the full one: (B, f h w, D)."""
+    planes = planes_of(x, layout.frames, coarse)
+    return tokens_of(F.interpolate(planes, size=layout.shape[1:], mode="nearest"), layout.frames)
+
+
+def cell_centres(layout: Layout, coarse: tuple[int, int], device: torch.device) -> Tensor:
+    """The full grid's token (f m n,) nearest to the centre of each coarse cell."""
+    frames, *grid = layout.shape
     rows, columns = (
         (torch.arange(few, device=device) * 2 + 1) * many // (2 * few) for many, few in zip(grid, coarse, strict=True)
     )
-    return (rows[:, None] * grid[1] + columns).flatten()
+    cell = rows[:, None] * layout.columns + columns
+    return (torch.arange(frames, device=device)[:, None, None] * (layout.rows * layout.columns) + cell).flatten()
 
 
 class Merge(nn.Module):
@@ -125,12 +138,24 @@ class Merge(nn.Module):
         return F.linear(up, self.sparse.weight.to(dtype)) + F.linear(dense, self.dense.weight.to(dtype))
 
 
-class SparseDiTMethod(Method):
+@dataclass
+class SparseDiTStep:
+    coarse: tuple[int, int] = (0, 0)
+    """Rows and columns that this step pools to."""
+    inputs: dict[int, Tensor] = field(default_factory=dict)  # module -> (B, N, D), its input
+    queries: int | None = None
+    """Inside a generate or recover block: how many tokens of its sequence are queries."""
+    keys: Tensor | None = None  # (B, S, D), the others
+
+
+class SparseDiTMethod(Trainable):
     """The chain of modules."""
 
     sites = frozenset({"block", "attention", "keys", "cross_attention", "ffn"})
+    requires = frozenset({"keys"})
     guidance = "shared"
     config: SparseDiT
+    new_step = SparseDiTStep
 
     def __init__(self, config: SparseDiT, spec: BackboneSpec):
         super().__init__(config, spec)
@@ -154,16 +179,12 @@ class SparseDiTMethod(Method):
         return {"merge": list(self.merges.parameters())}
 
     def selects(self, site: Place) -> bool:
-        if getattr(site, "rope", None) is not None:
+        if site.rotary:
             raise ValueError(
                 f"SparseDiT is not defined on {self.spec.name}: pooled tokens lie between the positions of its rotary "
                 "table, and its single blocks fuse attention and FFN; use SD3, PixArt or DiT"
             )
         return site.kind in self.sites and self.roles.get(site.layer, ("dense", 0))[0] != "dense"
-
-    def check_sites(self, sites: Sequence[Place]) -> None:
-        if not any(site.kind == "keys" for site in sites):
-            raise ValueError("SparseDiT needs separate query and key projections; call unfuse_qkv_projections() first")
 
     def begin_step(self, ctx: StepContext) -> None:
         if not ctx.blocks_adjoin:
@@ -173,13 +194,13 @@ class SparseDiTMethod(Method):
 
     def coarse_grid(self, ctx: StepContext) -> tuple[int, int]:
         """Rows and columns that this step pools to."""
-        explored = self.exploration.ratio if self.training else None
+        explored = ctx.explore.ratio if self.training else None
         rate = pruning_rate(ctx.timestep, *self.config.rates) if explored is None else 1 - explored
-        return sparse_grid(ctx.grid, rate)
+        return sparse_grid(ctx.layout.shape[1:], rate)
 
     def plan(self, ctx: StepContext, timesteps: list[float] | None) -> tuple[int, ...]:
-        ctx.memory["coarse"] = self.coarse_grid(ctx)
-        coarse = math.prod(ctx.memory["coarse"])
+        ctx.now.coarse = self.coarse_grid(ctx)
+        coarse = ctx.layout.frames * math.prod(ctx.now.coarse)
         pooled = {"generate", "sparse"}
         roles = (self.roles.get(layer, ("dense", 0))[0] for layer in range(self.spec.layers))
         return tuple(coarse if role in pooled else ctx.tokens for role in roles)
@@ -189,47 +210,44 @@ class SparseDiTMethod(Method):
     def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         if site.kind != "block":
             return self.inside(run, x, site, ctx)
-        if ctx.memory["coarse"] == ctx.grid:
+        if ctx.now.coarse == ctx.layout.shape[1:]:
             return run(x, None)
-        return self.block(run, x, ctx.memory["coarse"], site, ctx)
+        return self.block(run, x, ctx.now.coarse, site, ctx)
 
     def block(self, run: Run, x: Tensor, coarse: tuple[int, int], site: Place, ctx: StepContext) -> Streams:
         """A block of a module on x: all tokens (B, N, D) at its start, the coarse grid's (B, m n, D) from then on."""
         role, module = self.roles[site.layer]
         if role == "generate":
-            ctx.memory["dense", module] = x
-            return self.across(run, pool(x, ctx.grid, coarse), x, site, ctx)
+            ctx.now.inputs[module] = x
+            return self.across(run, pool(x, ctx.layout, coarse), x, ctx)
         if role == "recover":
-            merged = self.merges[module](upsample(x, coarse, ctx.grid), ctx.memory["dense", module])
-            return self.across(run, merged, x, site, ctx)
-        centres = cell_centres(ctx.grid, coarse, x.device).expand(x.shape[0], -1)
+            merged = self.merges[module](upsample(x, coarse, ctx.layout), ctx.now.inputs[module])
+            return self.across(run, merged, x, ctx)
+        centres = cell_centres(ctx.layout, coarse, x.device).expand(x.shape[0], -1)
         return run(x, Reduction(lambda full: full, lambda values, base: values, centres))
 
-    def across(self, run: Run, queries: Tensor, keys: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def across(self, run: Run, queries: Tensor, keys: Tensor, ctx: StepContext) -> Streams:
         """The block on queries (B, Q, D) that attend to keys (B, S, D), both normed and modulated by the block.
 
         It is called on both in one sequence; inside, attention and FFN update the queries only, so that
         nothing but norms and residuals is spent on the keys.
         """
         count = queries.shape[1]
-        ctx.memory["queries"] = count
+        ctx.now.queries = count
         try:
             out = run(torch.cat([queries, keys], dim=1), None)
         finally:
-            del ctx.memory["queries"]
-        ctx.kept[site.name] = count
-        return out._replace(image=out.image[:, :count])
+            ctx.now.queries = None
+        return out._replace(image=out.image[:, :count], ran=count)
 
     def inside(self, run: Run, x: Tensor, site: Place, ctx: StepContext) -> Streams:
-        """An attention, its keys or an FFN inside a block; its block accounts for its tokens."""
-        count: int | None = ctx.memory.get("queries")
-        if count is None:
-            out = run(x, None)
-        elif site.kind == "keys":
-            out = run(ctx.memory["keys"], None)
-        else:
-            queries, ctx.memory["keys"] = x[:, :count], x[:, count:]
-            out = run(queries, None)
-            out = out._replace(image=F.pad(out.image, (0, 0, 0, x.shape[1] - count)))  # the keys receive no update
-        del ctx.kept[site.name]
-        return out
+        """An attention, its keys or an FFN inside a block."""
+        now: SparseDiTStep = ctx.now
+        if now.queries is None:
+            return run(x, None)
+        if site.kind == "keys":
+            assert now.keys is not None
+            return run(now.keys, None)
+        queries, now.keys = x[:, : now.queries], x[:, now.queries :]
+        out = run(queries, None)
+        return out._replace(image=F.pad(out.image, (0, 0, 0, x.shape[1] - now.queries)))  # keys get no update

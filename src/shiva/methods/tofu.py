@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from shiva.core import options
 from shiva.core.method import BackboneSpec
+from shiva.core.options import Share
 from shiva.methods.tomesd import ToMeSD, ToMeSDMethod
-from shiva.modules.merging import Combine
+from shiva.ops.merging import Combine
 
 
 @dataclass(frozen=True)
 class ToFu(ToMeSD):
     """ToMeSD's matching; early blocks prune the matched tokens, later ones merge them keeping their norm."""
 
-    switch: float = 0.5
+    switch: Share = 0.5
     """Share of the depth that prunes; blocks after it merge."""
-    rule: Combine = "mlerp"
+    rule: Literal["mlerp", "mean"] = "mlerp"
     """How a group merges: mlerp (its mean at the largest norm of its tokens) or mean."""
 
     presets: ClassVar = {"paper": {"ratio": 0.25}}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        options.share("switch", self.switch, zero=True)
-        options.choice("rule", self.rule, ("mlerp", "mean"))
 
     def build(self, spec: BackboneSpec) -> ToFuMethod:
         return ToFuMethod(self, spec)

@@ -5,57 +5,48 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shiva.core import options
 from shiva.core.context import StepContext
-from shiva.core.method import BackboneSpec, GuidancePolicy, Method, MethodConfig, Place
+from shiva.core.layout import Layout
+from shiva.core.method import BackboneSpec, Method, MethodConfig, Place
+from shiva.core.options import Count, Positive, Share, Whole
 from shiva.core.reduction import Reduction
-from shiva.modules.merging import unit
+from shiva.ops.merging import unit
 
 
 @dataclass(frozen=True)
 class ToMA(MethodConfig):
     """Merge tokens by a soft assignment to destinations that cover each tile of the grid best."""
 
-    ratio: float = 0.5
+    ratio: Share = 0.5
     """Share of image tokens merged away; in each tile, rounded down to whole tokens."""
-    tile: int = 4
+    tile: Count = 4
     """Side of a tile in tokens; on a grid it does not divide, the divisor nearest to it."""
-    scale: float = 1000.0
+    scale: Positive = 1000.0
     """Sharpness of the assignment; large values make it nearly hard."""
-    site: str = "mixed"
+    site: Literal["attention", "block", "mixed"] = "mixed"
     """attention, block, or mixed: attention in two-stream blocks and the whole block in single-stream ones (Flux)."""
-    skip: int = 5
+    skip: Whole = 5
     """Dense blocks at the start of each stack of blocks."""
-    every: int = 3
+    every: Count = 3
     """Merge at every n-th step; the others run dense."""
-    select_every: int = 1
+    select_every: Count = 1
     """Steps between new destinations."""
-    assign_every: int = 1
+    assign_every: Count = 1
     """Steps between new assignments to the same destinations."""
-    select_from: str = "first"
+    select_from: Literal["first", "cond", "mean"] = "first"
     """Sample whose features choose destinations: first, cond (of the conditional half), or mean over the batch."""
-    guidance: GuidancePolicy = "shared"
+    guidance: Literal["shared", "per-sample"] = "shared"
     """Whether all samples have the same destinations; assignments are always each sample's own."""
 
     presets: ClassVar = {"paper": {"ratio": 0.25, "site": "block", "skip": 1, "every": 1}}
 
-    def __post_init__(self) -> None:
-        options.share("ratio", self.ratio, zero=True)
-        for name in ("tile", "every", "select_every", "assign_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if not self.scale > 0:
-            raise ValueError(f"scale={self.scale} must be above 0")
-        if self.skip < 0:
-            raise ValueError(f"skip={self.skip} must be at least 0")
-        options.choice("site", self.site, ("attention", "block", "mixed"))
-        options.choice("select_from", self.select_from, ("first", "cond", "mean"))
-        options.choice("guidance", self.guidance, ("shared", "per-sample"))
+    def turned(self, at: float) -> dict[str, Any]:
+        return {"ratio": 0.93 * at}
 
     def build(self, spec: BackboneSpec) -> ToMAMethod:
         return ToMAMethod(self, spec)
@@ -87,10 +78,10 @@ class Tiling(NamedTuple):
         return cut.transpose(2, 3).reshape(x.shape[0], -1, x.shape[-1])
 
 
-def tiling(grid: tuple[int, int], side: int) -> Tiling:
-    """Tiles of about side x side tokens."""
-    height, width = (nearest_divisor(length, side) for length in grid)
-    return Tiling(grid[0] // height, height, grid[1] // width, width)
+def tiling(layout: Layout, side: int) -> Tiling:
+    """Tiles of about side x side tokens, each in one frame."""
+    height, width = (nearest_divisor(length, side) for length in (layout.rows, layout.columns))
+    return Tiling(layout.frames * layout.rows // height, height, layout.columns // width, width)
 
 
 def nearest_divisor(length: int, side: int) -> int:
@@ -136,30 +127,62 @@ def unmerge(values: Tensor, assignment: Tensor, tiles: Tiling) -> Tensor:
     return tiles.unfold(assignment.transpose(-1, -2).to(values.dtype) @ split)
 
 
-Key = tuple[str, str, int]
-"""What a run carries: destinations or assignment, of a stack of blocks, of a guidance branch."""
+Key = tuple[str, int]
+"""A stack of blocks, and a guidance branch."""
 
 
 @dataclass
-class Made:
-    """At which step a run made what it carries. As an object's own, these numbers are nothing a graph depends on."""
+class Carried:
+    """Tensors that serve several steps, and the step at which each was made.
 
-    at: dict[Key, int] = field(default_factory=dict)
+    As an object's own, these numbers are nothing that a compiled graph depends on.
+    """
+
+    tensors: dict[Key, Tensor] = field(default_factory=dict)
+    made_at: dict[Key, int] = field(default_factory=dict)
+
+    def find(self, key: Key, batch: int, make: Callable[[], Tensor]) -> Tensor:
+        """What is held under the key for this many samples; made here where there is none."""
+        known = self.tensors.get(key)
+        if known is None or known.shape[0] != batch:
+            known = self.tensors[key] = make()
+        return known
+
+    def drop(self, key: Key) -> None:
+        del self.tensors[key], self.made_at[key]
+
+    def date(self, step: int) -> None:
+        """Note the step of what was made since the last time."""
+        for key in self.tensors.keys() - self.made_at.keys():
+            self.made_at[key] = step
+
+
+@dataclass
+class ToMARun:
+    destinations: Carried = field(default_factory=Carried)  # (B or 1, T, d)
+    assignments: Carried = field(default_factory=Carried)  # (B, T, d, n)
+
+
+@dataclass
+class ToMAStep:
+    merges: bool = False
 
 
 class ToMAMethod(Method):
     """Destinations and assignment come from the first merged block of a stack and serve the whole stack."""
 
+    sites = frozenset({"block", "attention"})
     config: ToMA
+    new_run = ToMARun
+    new_step = ToMAStep
 
     def __init__(self, config: ToMA, spec: BackboneSpec):
         super().__init__(config, spec)
         self.guidance = config.guidance
 
     def selects(self, site: Place) -> bool:
-        stack, index = stack_of(site)
-        whole = self.config.site == "block" or (self.config.site == "mixed" and stack.startswith("single"))
-        return index >= self.config.skip and site.kind == ("block" if whole else "attention")
+        whole = self.config.site == "block" or (self.config.site == "mixed" and site.single_stream)
+        return site.index >= self.config.skip and site.kind == ("block" if whole else "attention")
 
     def removed_per_tile(self, tiles: Tiling) -> int:
         return min(int(self.config.ratio * tiles.size), tiles.size - 1)
@@ -168,57 +191,45 @@ class ToMAMethod(Method):
 
     def begin_step(self, ctx: StepContext) -> None:
         """Settle whether this step merges, and drop what is due to be made anew."""
-        config, tiles = self.config, tiling(ctx.grid, self.config.tile)
+        config, tiles, run = self.config, tiling(ctx.layout, self.config.tile), ctx.run
         removed = self.removed_per_tile(tiles)
         if not removed and int(config.ratio * config.tile**2):
             raise ValueError(
-                f"tile={config.tile} cuts a {ctx.grid[0]}x{ctx.grid[1]} grid into tiles of "
+                f"tile={config.tile} cuts a {ctx.layout.rows}x{ctx.layout.columns} grid into tiles of "
                 f"{tiles.height}x{tiles.width}, of which ratio={config.ratio} removes nothing; "
                 "pass a larger tile, or an image size whose sides in tokens it divides"
             )
-        ctx.memory["merges"] = removed > 0 and ctx.step % config.every == 0
-        made: dict[Key, int] = ctx.run.setdefault("made", Made()).at
-        for kind in ("destinations", "assignment"):
-            for key in [key for key in made if key[0] == kind and self.due(key, made, ctx.step)]:
-                del made[key], ctx.run[key]
-
-    def due(self, key: Key, made: dict[Key, int], step: int) -> bool:
-        """Whether something made at an earlier step is too old, or an assignment to destinations that are gone."""
-        kind, stack, branch = key
-        if kind == "destinations":
-            return step - made[key] >= self.config.select_every
-        chosen = made.get(self.destinations_key(stack, branch))
-        return chosen is None or chosen > made[key] or step - made[key] >= self.config.assign_every
+        ctx.now.merges = removed > 0 and ctx.step % config.every == 0
+        for key, made in list(run.destinations.made_at.items()):
+            if ctx.step - made >= config.select_every:
+                run.destinations.drop(key)
+        for key, made in list(run.assignments.made_at.items()):
+            chosen = run.destinations.made_at.get(self.destinations_key(*key))
+            if chosen is None or chosen > made or ctx.step - made >= config.assign_every:
+                run.assignments.drop(key)
 
     def end_step(self, output: Tensor, ctx: StepContext) -> None:
-        made: dict[Key, int] = ctx.run["made"].at
-        for key in ctx.run.keys() - made.keys() - {"made"}:
-            made[key] = ctx.step
+        ctx.run.destinations.date(ctx.step)
+        ctx.run.assignments.date(ctx.step)
 
     def destinations_key(self, stack: str, branch: int) -> Key:
         """A second branch of the same step finds the first's destinations, where they are shared."""
-        return "destinations", stack, 0 if self.guidance == "shared" else branch
+        return stack, 0 if self.guidance == "shared" else branch
 
     # -- one stack of blocks -------------------------------------------------------------------------
 
-    def observe(self, x: Tensor, site: Place, ctx: StepContext) -> None:
-        stack, index = stack_of(site)
-        if index != self.config.skip or not ctx.memory["merges"]:
-            return
-        batch, tiles = x.shape[0], tiling(ctx.grid, self.config.tile)
+    def match(self, x: Tensor, stack: str, tiles: Tiling, ctx: StepContext) -> None:
+        """Destinations and assignment of a stack, from the input x (B, N, D) of its first merged block."""
+        batch = x.shape[0]
         with ctx.phase("match"):
             tokens = tiles.fold(unit(x.float()))  # (B, T, n, D)
-            chosen = carried(
+            chosen = ctx.run.destinations.find(
                 self.destinations_key(stack, ctx.branch),
                 1 if self.guidance == "shared" else batch,
                 lambda: self.destinations(tokens, tiles.size - self.removed_per_tile(tiles), ctx),
-                ctx,
             )
-            carried(
-                ("assignment", stack, ctx.branch),
-                batch,
-                lambda: assign(tokens, chosen.expand(batch, -1, -1), self.config.scale),
-                ctx,
+            ctx.run.assignments.find(
+                (stack, ctx.branch), batch, lambda: assign(tokens, chosen.expand(batch, -1, -1), self.config.scale)
             )
 
     def destinations(self, tokens: Tensor, count: int, ctx: StepContext) -> Tensor:
@@ -232,12 +243,14 @@ class ToMAMethod(Method):
         return facility_location(tokens @ tokens.transpose(-1, -2), count)
 
     def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
-        if not ctx.memory["merges"]:
+        if not ctx.now.merges:
             return None
-        stack, _ = stack_of(site)
-        tiles = tiling(ctx.grid, self.config.tile)
-        assignment = ctx.run["assignment", stack, ctx.branch]
-        chosen = ctx.run[self.destinations_key(stack, ctx.branch)]
+        tiles = tiling(ctx.layout, self.config.tile)
+        if site.index == self.config.skip:
+            assert ctx.block_input is not None
+            self.match(ctx.block_input, site.stack, tiles, ctx)
+        assignment = ctx.run.assignments.tensors[site.stack, ctx.branch]
+        chosen = ctx.run.destinations.tensors[self.destinations_key(site.stack, ctx.branch)]
         places = tiles.fold(torch.arange(ctx.tokens, device=x.device).view(1, -1, 1))[..., 0]  # (1, T, n)
         positions = places.expand(chosen.shape[0], -1, -1).gather(2, chosen).flatten(1)
 
@@ -252,17 +265,3 @@ class ToMAMethod(Method):
             restore=restore,
             positions=positions.expand(x.shape[0], -1),
         )
-
-
-def carried(key: Key, batch: int, make: Callable[[], Tensor], ctx: StepContext) -> Tensor:
-    """What the run holds under key for this many samples; made here where it holds none."""
-    known: Tensor | None = ctx.run.get(key)
-    if known is None or known.shape[0] != batch:
-        known = ctx.run[key] = make()
-    return known
-
-
-def stack_of(site: Place) -> tuple[str, int]:
-    """The list of blocks a site is in, and its block's place there."""
-    stack, index = site.name.split(".")[:2]
-    return stack, int(index)

@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 
 from shiva.core import options
 from shiva.core.context import StepContext
-from shiva.core.method import BackboneSpec, GuidancePolicy, Method, MethodConfig, Place, SiteKind
+from shiva.core.method import BackboneSpec, Method, MethodConfig, Place
+from shiva.core.options import Count, Share, Whole
 from shiva.core.reduction import Reduction
-from shiva.modules.merging import (
+from shiva.ops.merging import (
     Combine,
     Matching,
+    Matchings,
     block_matching,
     draw,
     match,
     merging,
     partition,
-    seeded,
     windows,
 )
+from shiva.ops.seeds import seeded
 
-SUBLAYERS: tuple[SiteKind, ...] = ("attention", "cross_attention", "ffn")
+SubLayer = Literal["attention", "cross_attention", "ffn"]
+"""A merged residual stream would lose tokens, so blocks are not among them."""
 
 
-def sublayers(value: Any) -> tuple[SiteKind, ...]:
-    """Check a config's sub-layers; a merged residual stream would lose tokens, so blocks are not among them."""
-    kinds: tuple[Any, ...] = (value,) if isinstance(value, str) else tuple(value)
-    if not kinds:
-        raise ValueError(f"sites={value!r} names no sub-layer; pass some of {', '.join(map(repr, SUBLAYERS))}")
-    for kind in kinds:
-        options.choice("sites", kind, SUBLAYERS)
-    return kinds
+def check_sites(sites: tuple[SubLayer, ...]) -> None:
+    if not sites:
+        raise ValueError(
+            f"sites={sites!r} names no sub-layer; pass some of {', '.join(map(repr, get_args(SubLayer)))}"
+        )
 
 
 def merged_share(name: str, value: float, cell: tuple[int, int] = (2, 2)) -> float:
@@ -52,49 +52,57 @@ def merged_share(name: str, value: float, cell: tuple[int, int] = (2, 2)) -> flo
 class ToMeSD(MethodConfig):
     """Merge the most similar tokens before a sub-layer, copy its results back after it."""
 
-    ratio: float = 0.5
+    ratio: Share = 0.5
     """Share of image tokens merged away."""
-    sx: int = 2
+    sx: Count = 2
     """Columns of a cell; each cell holds one destination."""
-    sy: int = 2
+    sy: Count = 2
     """Rows of a cell."""
     random: bool = True
     """Draw each cell's destination at random for every block and step, not its top left token."""
-    sites: tuple[SiteKind, ...] = ("attention",)
+    sites: tuple[SubLayer, ...] = ("attention",)
     """Sub-layers that run on merged tokens: attention, cross_attention, ffn."""
-    metric: str = "input"
+    metric: Literal["input", "normed"] = "input"
     """Features that are compared: the block's input, or the normed input of its first reduced sub-layer."""
-    round_to: int = 1
+    round_to: Count = 1
     """Round the number of merged tokens down to this multiple."""
-    guidance: GuidancePolicy = "per-sample"
+    guidance: Literal["per-sample", "shared"] = "per-sample"
     """Whether each sample chooses its own tokens to merge, or the first guidance half chooses for both."""
-    seed: int = 0
+    seed: Whole = 0
     """Seed of the random destinations."""
 
     presets: ClassVar = {"paper": {"ratio": 0.25}}
 
     def __post_init__(self) -> None:
-        for name in ("sx", "sy", "round_to"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        super().__post_init__()
         merged_share("ratio", self.ratio, (self.sy, self.sx))
-        object.__setattr__(self, "sites", sublayers(self.sites))
-        options.choice("metric", self.metric, ("input", "normed"))
-        options.choice("guidance", self.guidance, ("per-sample", "shared"))
+        check_sites(self.sites)
 
     def removed(self, tokens: int) -> int:
         """Tokens merged away out of N."""
         count = int(self.ratio * tokens)
         return count - count % self.round_to
 
+    def turned(self, at: float) -> dict[str, Any]:
+        return {"ratio": 0.75 * at}
+
     def build(self, spec: BackboneSpec) -> ToMeSDMethod:
         return ToMeSDMethod(self, spec)
+
+
+@dataclass
+class MergeStep:
+    """What a merger keeps for the sites of one step."""
+
+    partition: tuple[Tensor, Tensor] | None = None  # destinations (L, C) and sources (L, N - C)
+    matchings: Matchings = field(default_factory=dict)
 
 
 class ToMeSDMethod(Method):
     """One matching per block, shared by the sub-layers that are switched on."""
 
     config: ToMeSD
+    new_step = MergeStep
 
     def __init__(self, config: ToMeSD, spec: BackboneSpec):
         super().__init__(config, spec)
@@ -107,21 +115,20 @@ class ToMeSDMethod(Method):
     def begin_step(self, ctx: StepContext) -> None:
         config = self.config
         if config.removed(ctx.tokens):
-            cells = windows(ctx.grid, (config.sy, config.sx))
+            cells = windows(ctx.layout, (config.sy, config.sx))
             generator = seeded(config.seed, ctx.step) if config.random else None
-            ctx.memory["partition"] = partition(cells, draw(cells, self.spec.layers, generator), ctx.tokens)
-
-    def observe(self, x: Tensor, site: Place, ctx: StepContext) -> None:
-        ctx.memory["input"] = x
+            ctx.now.partition = partition(cells, draw(cells, self.spec.layers, generator), ctx.tokens)
 
     def matching(self, metric: Tensor, layer: int, ctx: StepContext) -> Matching:
-        destinations, sources = (part[layer].to(metric.device) for part in ctx.memory["partition"])
+        destinations, sources = (part[layer].to(metric.device) for part in ctx.now.partition)
         removed = self.config.removed(ctx.tokens)
         return match(metric, destinations, sources, removed)
 
     def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
         if not self.config.removed(ctx.tokens):
             return None
-        metric = ctx.memory["input"] if self.config.metric == "input" else x
+        metric = ctx.block_input if self.config.metric == "input" else x
+        assert metric is not None
         make = partial(self.matching, layer=site.layer, ctx=ctx)
-        return merging(block_matching(site.layer, metric, self.guidance, ctx, make), self.combine(site.layer))
+        matching = block_matching(ctx.now.matchings, site.layer, metric, self.guidance, ctx, make)
+        return merging(matching, self.combine(site.layer))

@@ -1,10 +1,11 @@
-"""Latents and text embeddings on disk: safetensors shards, and a manifest of the model that made them."""
+"""Latents and text embeddings on disk, made once: safetensors shards, and a manifest of what made them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,31 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from shiva.checkpoint import read_json, to_json, write_atomically
-from shiva.training.encode import Family, Text
+from shiva.checkpoint import write_atomically
+from shiva.files import read_json, to_json
+from shiva.training.data import Example, ImageItems, digest, nearest_size
+from shiva.training.family import Family, Text
+from shiva.training.noise import seed_of
+from shiva.training.recipe import Recipe
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 SHARD = 64
 """Samples in a shard."""
+
+Report = Callable[[str, int, int], None]
+"""report(what, done, total): progress of the preparation."""
+Encode = Callable[[int], tuple[Tensor, Text, str]]
+"""encode(i): latents (C, h, w), text tensors without batch, and the caption of a sample."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which part of the preparation is this process's, and how to wait for the others."""
+
+    rank: int = 0
+    world: int = 1
+    wait: Callable[[], object] = lambda: None
 
 
 def fingerprint(part: Any) -> str:
@@ -49,6 +68,7 @@ class LatentCache:
         self.folder, self.count = folder, count
         self._open: dict[int, Any] = {}
         self._stored: list[str] = []
+        """What there is of each sample."""
 
     @classmethod
     def open(cls, folder: Path, origin: dict[str, str], count: int | None = None) -> LatentCache:
@@ -74,13 +94,9 @@ class LatentCache:
     def missing(self) -> list[int]:
         return [shard for shard in range(-(-self.count // SHARD)) if not self.shard_path(shard).exists()]
 
-    def indices(self, shard: int) -> range:
-        return range(shard * SHARD, min((shard + 1) * SHARD, self.count))
-
-    def fill(self, shard: int, encode: Callable[[int], tuple[Tensor, Text, str]]) -> None:
-        """Write a shard; `encode(i)` gives latents (C, h, w), text tensors without batch, and the caption."""
+    def fill(self, shard: int, encode: Encode) -> None:
         tensors, captions = {}, []
-        for index in self.indices(shard):
+        for index in range(shard * SHARD, min((shard + 1) * SHARD, self.count)):
             latents, text, caption = encode(index)
             tensors[f"{index}.latents"] = latents.cpu().contiguous()
             tensors.update({f"{index}.text.{name}": value.cpu().contiguous() for name, value in text.items()})
@@ -111,17 +127,12 @@ class LatentCache:
 
     def read(self, indices: Sequence[int]) -> tuple[Tensor, Text]:
         """Latents (B, C, h, w) and text of some samples."""
-        names = self._names()
-        stacked = {n: torch.stack([self._shard(i).get_tensor(f"{i}.{n}") for i in indices]) for n in names}
-        latents = stacked.pop("latents")
-        return latents, {name.removeprefix("text."): value for name, value in stacked.items()}
-
-    def _names(self) -> list[str]:
-        """What is stored of each sample."""
         if not self._stored:
             names = self._shard(0).keys()
             self._stored = sorted(name.partition(".")[2] for name in names if name.startswith("0."))
-        return self._stored
+        stacked = {n: torch.stack([self._shard(i).get_tensor(f"{i}.{n}") for i in indices]) for n in self._stored}
+        latents = stacked.pop("latents")
+        return latents, {name.removeprefix("text."): value for name, value in stacked.items()}
 
     def encode(self, raw: Any) -> tuple[Tensor, Text]:
         return raw
@@ -136,3 +147,64 @@ def check_origin(folder: Path, made: dict[str, str], wanted: dict[str, str], *, 
                 f"the latents in {folder} were made with another {name} ({before}, this run has {now}); "
                 "delete the folder, or set data.cache to another one"
             )
+
+
+# -- filling it --------------------------------------------------------------------------------------
+
+
+def fill_cache(recipe: Recipe, images: ImageItems, folder: Path, ranks: Ranks, report: Report) -> LatentCache:
+    """A cache with all samples: each rank encodes its part of what is missing, and waits for the rest."""
+    cache = LatentCache.open(folder, origin_of(recipe, images.family, images.examples), len(images))
+    encode = drawn_by_pipeline(recipe, images) if recipe.data.kind == "prompts" else encoded(images)
+    missing = cache.missing()
+    for done, shard in enumerate(missing):
+        if shard % ranks.world == ranks.rank:
+            report("encoding the data", done, len(missing))
+            cache.fill(shard, encode)
+    ranks.wait()
+    report("encoding the data", len(missing), len(missing))
+    return cache
+
+
+def origin_of(recipe: Recipe, family: Family, examples: Sequence[Example]) -> dict[str, str]:
+    """Everything that the cached tensors depend on."""
+    data = recipe.data
+    origin = {
+        **made_by(family, ("vae", *family.text_encoders)),
+        "data": f"{digest(examples)} of {len(examples)} captions",
+        "resolution": f"{data.resolution}{' in buckets' if data.buckets else ''}",
+        "text_length": str(recipe.model.text_length),
+    }
+    if data.kind == "prompts":
+        origin |= made_by(family, ("transformer", "scheduler"))
+        origin["generate"] = f"{data.generate.steps} steps, guidance {data.generate.guidance}, seed {recipe.seed}"
+    return origin
+
+
+def encoded(images: ImageItems) -> Encode:
+    def encode(index: int) -> tuple[Tensor, Text, str]:
+        latents, text = images.encode(images.read([index]))
+        return latents[0], {name: value[0] for name, value in text.items()}, images.examples[index].caption
+
+    return encode
+
+
+def drawn_by_pipeline(recipe: Recipe, images: ImageItems) -> Encode:
+    """For prompts alone: the dense pipeline draws them, a few at once."""
+    family, options, size = images.family, recipe.data.generate, nearest_size(1, 1, images.sizes)
+    made: dict[int, tuple[Tensor, Text, str]] = {}
+
+    def encode(index: int) -> tuple[Tensor, Text, str]:
+        if index not in made:
+            made.clear()
+            shard_end = (index // SHARD + 1) * SHARD
+            batch = range(index, min(index + options.batch, shard_end, len(images)))
+            captions = [images.examples[i].caption for i in batch]
+            text = family.encode(captions)
+            seeds = [seed_of(recipe.seed, "generate", i) for i in batch]
+            latents = family.draw_latents(text, size, options.steps, options.guidance, seeds)
+            for place, i in enumerate(batch):
+                made[i] = (latents[place], {name: value[place] for name, value in text.items()}, captions[place])
+        return made[index]
+
+    return encode

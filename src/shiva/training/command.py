@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -33,24 +32,19 @@ def train(
     Exit codes: 0 done, 1 a loss was not finite, 2 a mistake in recipe or data, 130 or 143 stopped by a signal with
     its state saved.
     """
-    from shiva.checkpoint import to_json
-    from shiva.training.diagnose import NonFiniteError
-    from shiva.training.interrupts import Interrupted
+    from shiva.files import to_json
     from shiva.training.recipe import load_recipe
 
-    try:
-        loaded = load_recipe(recipe, override or [])
-        if check:
-            typer.echo(to_json(loaded.to_dict()).decode())
-            return
-        from shiva.training.trainer import Trainer
+    loaded = load_recipe(recipe, override or [])
+    if check:
+        typer.echo(to_json(loaded.to_dict()).decode())
+        return
+    from shiva.training.objectives import NonFiniteError
+    from shiva.training.process import Interrupted
+    from shiva.training.trainer import Trainer
 
-        folder = output or Path("outputs") / recipe.stem
-        if fresh:
-            for name in ("states", "checkpoint", "pictures", "metrics.jsonl", "validation.jsonl"):
-                path = folder / name
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-        Trainer(loaded, folder).run()
+    try:
+        Trainer(loaded, output or Path("outputs") / recipe.stem).run(fresh)
     except Interrupted as stop:
         typer.echo(str(stop), err=True)
         raise typer.Exit(stop.code) from stop

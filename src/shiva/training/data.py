@@ -1,20 +1,29 @@
-"""Where captioned images come from: parquet, folders, WebDataset shards, the hub, MJHQ-30K, or prompts alone."""
+"""Captioned images from parquet, folders, WebDataset shards, the hub, MJHQ-30K, or prompts alone; and as tensors."""
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import io
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shiva.core.options import unknown_key
-from shiva.training.images import Size, nearest_size, open_image
-from shiva.training.needs import need
-from shiva.training.recipe import Data
+import torch
+from torch import Tensor
 
+from shiva.core.needs import need
+from shiva.core.options import unknown_key
+from shiva.training.family import Family, Size, Text
+from shiva.training.sections import Data
+
+Grid = tuple[int, int]
+"""Height and width of latents; samples of one micro-batch share it."""
+WIDEST = 2.0
+"""Aspect ratio of the most oblong bucket."""
 WEBDATASET_IMAGES = ("jpg", "jpeg", "png", "webp")
 WEBDATASET_CAPTIONS = ("txt", "json")
 
@@ -68,7 +77,7 @@ def files_of(path: str) -> list[str]:
 
 def open_table(data: Data) -> Any:
     """The rows as a `datasets` object, map-style or iterable, images undecoded."""
-    datasets = need("datasets")
+    datasets = need("datasets", "train")
     streaming = {"streaming": data.streaming}
     if data.kind == "hub":
         table = datasets.load_dataset(data.path, split=data.split, **streaming)
@@ -112,7 +121,7 @@ def read_examples(data: Data) -> Sequence[Example]:
             if column not in table.column_names:
                 raise ValueError(f"data.where: {unknown_key(column, table.column_names, 'the data set')}")
             table = table.filter(lambda v, wanted=value: v == wanted, input_columns=[column])
-        table = table.cast_column(image, need("datasets").Image(decode=False))
+        table = table.cast_column(image, need("datasets", "train").Image(decode=False))
         rows = Rows(table, image, caption)
     if data.limit is not None and data.limit < len(rows):
         rows = [rows[i] for i in range(data.limit)]
@@ -126,7 +135,7 @@ def stream_examples(data: Data, seed: int, epoch: int) -> Iterator[Example]:
     table = open_table(data)
     names = table.column_names or list(next(iter(table)))
     image, caption = columns_of(data, names)
-    table = table.cast_column(image, need("datasets").Image(decode=False))
+    table = table.cast_column(image, need("datasets", "train").Image(decode=False))
     table = table.filter(lambda row: all(row.get(column) == value for column, value in data.where.items()))
     if data.limit is not None:
         table = table.take(data.limit)
@@ -171,3 +180,95 @@ def digest(examples: Sequence[Example]) -> str:
     for index in range(len(examples)):
         state.update(examples[index].caption.encode() + b"\0")
     return state.hexdigest()
+
+
+# -- pictures to tensors -----------------------------------------------------------------------------
+
+
+def bucket_sizes(resolution: int, multiple: int, buckets: bool) -> list[Size]:
+    """Shapes to crop to: one square, or all shapes of about its area up to twice as wide as high."""
+    side = max(multiple, resolution // multiple * multiple)
+    if not buckets:
+        return [(side, side)]
+    sizes = []
+    for height in range(multiple, 2 * side + 1, multiple):
+        width = round(side * side / height / multiple) * multiple
+        if width and max(height / width, width / height) <= WIDEST:
+            sizes.append((height, width))
+    return sizes
+
+
+def nearest_size(height: int, width: int, sizes: list[Size]) -> Size:
+    """The shape whose aspect ratio is nearest, by its logarithm."""
+    aspect = math.log(height / width)
+    return min(sizes, key=lambda size: abs(math.log(size[0] / size[1]) - aspect))
+
+
+def open_image(source: Any) -> Any:
+    """A PIL image from bytes, a path, an undecoded `datasets` image, or a PIL image. Only the header is read."""
+    image = need("PIL.Image", "train")
+    if isinstance(source, dict):
+        source = source["bytes"] if source.get("bytes") is not None else source["path"]
+    if isinstance(source, bytes):
+        return image.open(io.BytesIO(source))
+    if isinstance(source, (str, Path)):
+        return image.open(source)
+    return source
+
+
+def to_tensor(source: Any, size: Size) -> Tensor:
+    """Pixels (3, H, W) in [-1, 1], the picture scaled to cover `size` and cropped at its centre; alpha on white."""
+    pil, numpy = need("PIL.Image", "train"), need("numpy", "train")
+    picture = open_image(source)
+    if picture.mode in ("RGBA", "LA", "P"):
+        picture = picture.convert("RGBA")
+        picture = pil.alpha_composite(pil.new("RGBA", picture.size, "white"), picture)
+    picture = picture.convert("RGB")
+    height, width = size
+    scale = max(height / picture.height, width / picture.width)
+    covering = (max(width, round(picture.width * scale)), max(height, round(picture.height * scale)))
+    if picture.size != covering:
+        picture = picture.resize(covering, pil.Resampling.LANCZOS)
+    left, top = (covering[0] - width) // 2, (covering[1] - height) // 2
+    picture = picture.crop((left, top, left + width, top + height))
+    return torch.from_numpy(numpy.array(picture)).permute(2, 0, 1).float() / 127.5 - 1
+
+
+class Images:
+    """Examples to tensors, encoded anew each time."""
+
+    def __init__(self, family: Family, sizes: list[Size]):
+        self.family, self.sizes = family, sizes
+
+    def grid_of(self, example: Example) -> Grid:
+        height, width = example.size(self.sizes)
+        return height // self.family.factor, width // self.family.factor
+
+    def read_all(self, examples: Sequence[Example]) -> tuple[Tensor, list[str]]:
+        """Pixels (B, 3, H, W) and captions of examples that share a shape."""
+        pixels = torch.stack([to_tensor(example.image, example.size(self.sizes)) for example in examples])
+        return pixels, [example.caption for example in examples]
+
+    def encode(self, raw: Any) -> tuple[Tensor, Text]:
+        pixels, captions = raw
+        return self.family.latents(pixels), self.family.encode(captions)
+
+
+class ImageItems(Images):
+    """The same by number."""
+
+    def __init__(self, examples: Sequence[Example], family: Family, sizes: list[Size]):
+        super().__init__(family, sizes)
+        self.examples = examples
+        self._grids: dict[int, Grid] = {}
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def grid(self, index: int) -> Grid:
+        if index not in self._grids:
+            self._grids[index] = self.grid_of(self.examples[index])
+        return self._grids[index]
+
+    def read(self, indices: Sequence[int]) -> Any:
+        return self.read_all([self.examples[index] for index in indices])

@@ -1,4 +1,4 @@
-"""Which samples a step trains on, as a function of (seed, step), and loading them one step ahead."""
+"""Which samples a step trains on, as a function of (seed, step), and reading them one step ahead."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from shiva.training.data import Example, stream_examples
-from shiva.training.encode import Family, Text
-from shiva.training.images import Size, to_tensor
-from shiva.training.recipe import Data
-from shiva.training.sampling import generator_of
-
-Grid = tuple[int, int]
-"""Height and width of latents; samples of one micro-batch share it."""
+from shiva.training.cache import LatentCache, Ranks, Report, fill_cache, made_by
+from shiva.training.data import Example, Grid, ImageItems, Images, bucket_sizes, read_examples, stream_examples
+from shiva.training.family import Family, Size, Text
+from shiva.training.noise import generator_of
+from shiva.training.recipe import Recipe
+from shiva.training.sections import Data
 
 
 class Items(Protocol):
@@ -29,46 +28,11 @@ class Items(Protocol):
 
     def grid(self, index: int) -> Grid: ...
 
-    def caption(self, index: int) -> str: ...
-
     def read(self, indices: Sequence[int]) -> Any:
         """The part that a thread can do ahead: files and pixels."""
 
     def encode(self, raw: Any) -> tuple[Tensor, Text]:
         """The part that needs the models: latents (B, C, h, w) and text."""
-
-
-class ImageItems:
-    """Images and captions, encoded anew each time."""
-
-    def __init__(self, examples: Sequence[Example], family: Family, sizes: list[Size]):
-        self.examples, self.family, self.sizes = examples, family, sizes
-        self._grids: dict[int, Grid] = {}
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def grid(self, index: int) -> Grid:
-        if index not in self._grids:
-            height, width = self.examples[index].size(self.sizes)
-            self._grids[index] = (height // self.family.factor, width // self.family.factor)
-        return self._grids[index]
-
-    def caption(self, index: int) -> str:
-        return self.examples[index].caption
-
-    def read(self, indices: Sequence[int]) -> Any:
-        return read_images([self.examples[index] for index in indices], self.sizes)
-
-    def encode(self, raw: Any) -> tuple[Tensor, Text]:
-        pixels, captions = raw
-        return self.family.latents(pixels), self.family.encode(captions)
-
-
-def read_images(examples: Sequence[Example], sizes: list[Size]) -> tuple[Tensor, list[str]]:
-    """Pixels (B, 3, H, W) and captions of examples that share a shape."""
-    pixels = torch.stack([to_tensor(example.image, example.size(sizes)) for example in examples])
-    return pixels, [example.caption for example in examples]
 
 
 @dataclass(frozen=True)
@@ -101,8 +65,7 @@ class MapFeed:
         if not len(indices):
             raise ValueError("no sample is left to train on; lower validation.samples or give more data")
         self.items, self.indices, self.micro_batch, self.seed = items, list(indices), micro_batch, seed
-        self._epoch, self._refs = -1, self._cut(0)
-        self._epoch = 0
+        self._epoch, self._refs = 0, self._cut(0)
 
     def _cut(self, epoch: int) -> list[Ref]:
         order = torch.randperm(len(self.indices), generator=generator_of(self.seed, "epoch", epoch)).tolist()
@@ -126,33 +89,31 @@ class MapFeed:
         return self.items.encode(raw)
 
 
-class StreamFeed:
+class StreamFeed(Images):
     """A stream, read in order; going back or resuming reads it again from its start, without decoding."""
 
     def __init__(self, data: Data, family: Family, sizes: list[Size], micro_batch: int, seed: int, held_out: int):
-        self.data, self.family, self.sizes = data, family, sizes
-        self.micro_batch, self.seed, self.held_out = micro_batch, seed, held_out
+        super().__init__(family, sizes)
+        self.data, self.micro_batch, self.seed, self.held_out = data, micro_batch, seed, held_out
         self._next, self._refs = 0, self._stream()
 
     def first(self, number: int) -> list[Example]:
         """Examples held out for validation: the first of the first epoch."""
-        stream = stream_examples(self.data, self.seed, 0)
-        return [example for example, _ in zip(stream, range(number), strict=False)]
+        return list(islice(stream_examples(self.data, self.seed, 0), number))
 
     def _stream(self) -> Iterator[Ref]:
         held_out = {example.caption for example in self.first(self.held_out)}
         for epoch in count():
             examples = (e for e in stream_examples(self.data, self.seed, epoch) if e.caption not in held_out)
-            refs = group(((e, self._grid(e)) for e in examples), self.micro_batch)
+            refs = group(((e, self.grid_of(e)) for e in examples), self.micro_batch)
             first = next(refs, None)
             if first is None:
-                raise ValueError(f"the stream {self.data.path!r} has no rows beside those held out for validation")
+                raise ValueError(
+                    f"the stream {self.data.path!r} has no rows beside those held out for validation; lower "
+                    "validation.samples or give more data"
+                )
             yield first
             yield from refs
-
-    def _grid(self, example: Example) -> Grid:
-        height, width = example.size(self.sizes)
-        return height // self.family.factor, width // self.family.factor
 
     def step(self, step: int, micro_batches: int) -> list[Ref]:
         wanted = step * micro_batches
@@ -165,11 +126,7 @@ class StreamFeed:
         return [next(self._refs) for _ in range(micro_batches)]
 
     def read(self, ref: Ref) -> Any:
-        return read_images(ref.members, self.sizes)
-
-    def encode(self, raw: Any) -> tuple[Tensor, Text]:
-        pixels, captions = raw
-        return self.family.latents(pixels), self.family.encode(captions)
+        return self.read_all(ref.members)
 
 
 Feed = MapFeed | StreamFeed
@@ -196,3 +153,38 @@ def load_ahead(feed: Feed, start: int, end: int, micro_batches: int, mine: Seque
             current, ahead = ahead, submit(step + 1) if step + 1 < end else None
             assert current is not None
             yield current
+
+
+# -- from a recipe -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Prepared:
+    """What the loop reads: training's feed, and the samples validation measures on."""
+
+    feed: Feed
+    held_out: Items
+    held_out_indices: list[int]
+
+
+def prepare(recipe: Recipe, family: Family, output: Path, ranks: Ranks, report: Report) -> Prepared:
+    """Open the data, encoded to disk where asked, and hold some out."""
+    data, micro_batch, seed = recipe.data, recipe.sampling.micro_batch, recipe.seed
+    sizes = bucket_sizes(data.resolution, family.factor * family.patch, data.buckets)
+    family.keep_empty()
+    if data.streaming:
+        stream = StreamFeed(data, family, sizes, micro_batch, seed, recipe.validation.samples)
+        first = stream.first(recipe.validation.samples)
+        return Prepared(stream, ImageItems(first, family, sizes), list(range(len(first))))
+    items: Items
+    if data.kind == "latents":
+        items = LatentCache.open(Path(data.path), made_by(family, ("vae", *family.text_encoders)))
+    elif data.cache is None:
+        items = ImageItems(read_examples(data), family, sizes)
+    else:
+        folder = output / "latents" if data.cache == "auto" else Path(data.cache)
+        items = fill_cache(recipe, ImageItems(read_examples(data), family, sizes), folder, ranks, report)
+    order = torch.randperm(len(items), generator=generator_of(seed, "held out")).tolist()
+    number = min(recipe.validation.samples, len(items) // 4)  # with little data at most a quarter
+    feed = MapFeed(items, sorted(order[number:]), micro_batch, seed)
+    return Prepared(feed, items, order[:number] or order[:1])

@@ -1,22 +1,29 @@
-"""What a run tells: a progress bar, lines of JSON, TensorBoard, and a summary at the end."""
+"""What a run tells: a progress bar, lines of JSON, TensorBoard, a summary at the end, and pictures."""
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
 
-from shiva.core.method import Method
-from shiva.modules.schedule import RatioSchedule
+from shiva.checkpoint import write_atomically
+from shiva.core.needs import need
+from shiva.core.trainable import Trainable
+from shiva.ops.schedule import RatioSchedule
+from shiva.training.noise import Moment
 from shiva.training.recipe import Recipe
-from shiva.training.stages import Moment
 
 QUIET_SECONDS = 15
 """Between lines where there is no terminal to draw a bar on."""
+VIRIDIS = torch.tensor([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]])
+SHOWN = {"loss": "loss {:.4f}", "keep": "keep {:.3f}", "budget_ema": "ema {:.3f}", "rate": "{:.2f} it/s"}
 
 
 class Log:
@@ -32,9 +39,7 @@ class Log:
 
     def lacks_validation(self, step: int) -> bool:
         """Known to the main process, which writes it; the others ask it."""
-        path = self.output / "validation.jsonl"
-        lines = path.read_text().splitlines() if self.main and path.exists() else []
-        return self.main and all(_step(line) != step for line in lines)
+        return self.main and all(record["step"] != step for record in self._read("validation"))
 
     def say(self, text: str) -> None:
         if self.main:
@@ -47,56 +52,40 @@ class Log:
     # -- the loop ------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Open the trackers and the bar; lines after `step` belong to a run that was killed, and go."""
+        """Open the trackers and the bar; records after `step` belong to a run that was killed, and go."""
         if not self.main:
             return
-        for name in ("metrics.jsonl", "validation.jsonl"):
-            path = self.output / name
+        for name in ("metrics", "validation"):
+            path = self.output / f"{name}.jsonl"
             if path.exists():
-                lines = [line for line in path.read_text().splitlines() if _step(line) <= step]
-                path.write_text("".join(f"{line}\n" for line in lines))
-        project = self.recipe.logging.wandb or "tensorboard"
-        self.accelerator.init_trackers(project)
-        columns = ("{task.description}", "loss {task.fields[loss]:.4f}", "keep {task.fields[keep]:.3f}")
-        self.progress = Progress(
-            *(TextColumn(column) for column in columns),
-            TextColumn("ema {task.fields[ema]:.3f}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]:.2f} it/s"),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
+                kept = [record for record in self._read(name) if record["step"] <= step]
+                write_atomically(path, "".join(f"{json.dumps(record)}\n" for record in kept).encode())
+        self.accelerator.init_trackers(self.recipe.logging.wandb or "tensorboard")
+        loss, keep, average, rate = (f"{{task.fields[shown][{name}]}}" for name in SHOWN)
+        columns = [TextColumn(text) for text in ("{task.description}", loss, keep, average)]
+        bar, ends = (BarColumn(), MofNCompleteColumn()), (TextColumn(rate), TimeRemainingColumn())
+        self.progress = Progress(*columns, *bar, *ends, console=self.console, disable=not self.console.is_terminal)
         self.progress.start()
-        blank: dict[str, Any] = {"loss": float("nan"), "keep": float("nan"), "ema": float("nan"), "rate": 0.0}
-        self._task = self.progress.add_task("training", total=self.recipe.steps, completed=step, **blank)
+        blank = dict.fromkeys(SHOWN, "")
+        self._task = self.progress.add_task("training", total=self.recipe.steps, completed=step, shown=blank)
 
     def step(self, step: int, now: Moment, numbers: dict[str, float], seconds: float) -> None:
         if not self.main or self.progress is None:
             return
         self._rate = 1 / seconds if not self._rate else 0.9 * self._rate + 0.1 / seconds
-        shown: dict[str, Any] = {
-            "loss": numbers["loss"],
-            "keep": numbers["keep"],
-            "ema": numbers.get("budget_ema", float("nan")),
-        }
-        self.progress.update(
-            self._task, completed=step, description=now.stage.name, rate=self._rate, refresh=False, **shown
-        )
-        if step % self.recipe.logging.every == 0 or now.step + 1 == now.stage.steps:
-            self._write("metrics.jsonl", {"step": step, "stage": now.stage.name, "seconds": seconds, **numbers})
+        values = {**numbers, "rate": self._rate}
+        shown = {name: form.format(values.get(name, math.nan)) for name, form in SHOWN.items()}
+        self.progress.update(self._task, completed=step, description=now.stage.name, shown=shown, refresh=False)
+        if step % self.recipe.logging.every == 0 or now.last:
+            self._write("metrics", {"step": step, "stage": now.stage.name, "seconds": seconds, **numbers})
             self.accelerator.log({f"train/{name}": value for name, value in numbers.items()}, step=step)
         if not self.console.is_terminal and time.monotonic() - self._spoke > QUIET_SECONDS:
             self._spoke = time.monotonic()
-            left = (self.recipe.steps - step) / max(self._rate, 1e-9)
-            self.say(
-                f"{now.stage.name} {step}/{self.recipe.steps} loss {shown['loss']:.4f} keep {shown['keep']:.3f} "
-                f"ema {shown['ema']:.3f} {self._rate:.2f} it/s, {left / 60:.1f} min left"
-            )
+            left = (self.recipe.steps - step) / max(self._rate, 1e-9) / 60
+            self.say(f"{now.stage.name} {step}/{self.recipe.steps} {' '.join(shown.values())}, {left:.1f} min left")
 
     def validation(self, step: int, results: dict[str, float]) -> None:
-        self._write("validation.jsonl", {"step": step, **results})
+        self._write("validation", {"step": step, **results})
         self.accelerator.log({f"validation/{name}": value for name, value in results.items()}, step=step)
         mse = ", ".join(f"{n.removeprefix('mse/')} {v:.4g}" for n, v in results.items() if n.startswith("mse/"))
         self.say(f"step {step}: MSE to dense: {mse}")
@@ -106,29 +95,74 @@ class Log:
             self.progress.stop()
         self.accelerator.end_training()
 
-    def _write(self, name: str, record: dict[str, Any]) -> None:
-        self.output.mkdir(parents=True, exist_ok=True)
-        with open(self.output / name, "a") as file:
-            file.write(json.dumps(record) + "\n")
-
-    # -- the end -------------------------------------------------------------------------------------
-
-    def summary(self, recipe: Recipe, method: Method) -> dict[str, Any]:
+    def summary(self, method: Trainable) -> dict[str, Any]:
         """The run for a program: where it ended, and how far its schedule is from the budget."""
+        recipe = self.recipe
         result: dict[str, Any] = {"recipe": recipe.to_dict(), "steps": recipe.steps, "readings": method.readings()}
         schedule = getattr(method, "schedule", None)
         if isinstance(schedule, RatioSchedule):
             result["schedule"] = {"mean_keep": schedule.mean_keep, "budget": getattr(method.config, "budget", None)}
-        for name in ("metrics", "validation"):
-            path = self.output / f"{name}.jsonl"
-            lines = path.read_text().splitlines() if path.exists() else []
-            result[name] = [json.loads(line) for line in lines]
-        return result
+        return {**result, **{name: self._read(name) for name in ("metrics", "validation")}}
+
+    # -- records -------------------------------------------------------------------------------------
+
+    def _write(self, name: str, record: dict[str, Any]) -> None:
+        with open(self.output / f"{name}.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _read(self, name: str) -> list[dict[str, Any]]:
+        """All records; a line that a kill cut short counts as never written."""
+        path, records = self.output / f"{name}.jsonl", []
+        for line in path.read_text().splitlines() if path.exists() else ():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+        return [record for record in records if isinstance(record, dict) and "step" in record]
 
 
-def _step(line: str) -> int:
-    """The step of a record; a line that a kill cut short counts as never written."""
-    try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError):
-        return 1 << 62
+# -- pictures ----------------------------------------------------------------------------------------
+
+
+def grid_of(rows: list[list[Any]]) -> Any:
+    """PIL images in rows as one."""
+    width, height = rows[0][0].size
+    sheet = need("PIL.Image", "train").new("RGB", (width * len(rows[0]), height * len(rows)), "white")
+    for y, row in enumerate(rows):
+        for x, picture in enumerate(row):
+            sheet.paste(picture, (x * width, y * height))
+    return sheet
+
+
+def colours(values: Tensor) -> Tensor:
+    """Colours (..., 3) of the viridis map for values in 0 to 1."""
+    position = values.clamp(0, 1) * (len(VIRIDIS) - 1)
+    left = position.long().clamp(max=len(VIRIDIS) - 2)
+    return torch.lerp(VIRIDIS[left].float(), VIRIDIS[left + 1].float(), (position - left)[..., None]).round().byte()
+
+
+def heat_map(ratios: Tensor, timesteps: tuple[float, ...], cell: int = 14, rows: int = 50) -> Any:
+    """Keep ratios (steps, layers) as a picture: layers to the right, time downwards from noise to image."""
+    pil, margin = need("PIL.Image", "train"), 44
+    shown = torch.linspace(0, len(ratios) - 1, min(rows, len(ratios))).round().long()
+    steps, layers = len(shown), ratios.shape[1]
+    sheet = pil.new("RGB", (max(margin + layers * cell + 60, 300), max(margin + steps * cell, 220)), "white")
+    draw = need("PIL.ImageDraw", "train").Draw(sheet)
+
+    def paste(values: Tensor, left: int) -> None:
+        pixels = pil.fromarray(colours(values.detach().float().cpu()).numpy())
+        sheet.paste(
+            pixels.resize((values.shape[1] * cell, len(values) * cell), pil.Resampling.NEAREST), (left, margin)
+        )
+
+    draw.text((4, 4), "keep by layer (right) and timestep (down)", fill="black")
+    paste(ratios[shown], margin)
+    for y in range(0, steps, max(1, steps // 10)):
+        draw.text((4, margin + y * cell), f"{timesteps[int(shown[y])]:.0f}", fill="black")
+    for x in range(0, layers, max(1, layers // 12)):
+        draw.text((margin + x * cell, margin - 14), str(x), fill="black")
+    scale, left = torch.linspace(1, 0, 11)[:, None], margin + layers * cell + 10
+    paste(scale, left)
+    for i, value in enumerate(scale.flatten().tolist()):
+        draw.text((left + cell + 4, margin + i * cell), f"{value:.1f}", fill="black")
+    return sheet

@@ -1,64 +1,29 @@
-"""The losses of one micro-batch: a dense pass that teaches, a reduced pass that learns."""
+"""What a micro-batch is measured by: losses, from a dense pass that teaches and a reduced one that learns; and, on
+samples held out of training, the distance of the two."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shiva.core.context import Earlier, Tape
-from shiva.core.method import Exploration
-from shiva.core.options import unknown_key
-from shiva.modules.losses import normalized_distance
+from shiva.checkpoint import write_image
+from shiva.core.context import Earlier, Exploration, Recording
+from shiva.ops.losses import normalized_distance
+from shiva.ops.schedule import RatioSchedule
 from shiva.session import Session
-from shiva.training.adapter import adapters_off
-from shiva.training.encode import Family, Text
-from shiva.training.recipe import WEIGHTS
-from shiva.training.sampling import NoiseProcess
-
-
-@dataclass(frozen=True)
-class Before:
-    """A moment of the same sampling run, some sampler steps earlier."""
-
-    timestep: float
-    steps: float
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """All that one forward pass needs; its samples share a timestep."""
-
-    latents: Tensor  # (B, C, h, w), clean
-    noise: Tensor  # (B, C, h, w)
-    text: Text
-    timestep: float
-    seed: int
-    """Of whatever the method draws for itself."""
-    exploration: Exploration
-    before: Before | None = None
-    """Where the noisier pass lies that stands in for a cache."""
-
-    def to(self, device: torch.device) -> MicroBatch:
-        text = {name: value.to(device) for name, value in self.text.items()}
-        return dataclasses.replace(self, latents=self.latents.to(device), noise=self.noise.to(device), text=text)
-
-    def earlier(self) -> MicroBatch:
-        """The same latents and noise, mixed at the noisier timestep: earlier on the same straight path."""
-        assert self.before is not None
-        return dataclasses.replace(self, timestep=self.before.timestep, before=None)
-
-    def with_empty(self, dropped: Tensor, empty: Text) -> MicroBatch:
-        """The same with the empty prompt where `dropped` (B) says."""
-        text = {}
-        for name, value in self.text.items():
-            mask = dropped.view(-1, *[1] * (value.ndim - 1))
-            text[name] = torch.where(mask, empty[name].to(value), value)
-        return dataclasses.replace(self, text=text)
+from shiva.training.call import Record, as_trained, at_keep, call, dense, first_not_finite, reduced_layers, trained
+from shiva.training.family import Family
+from shiva.training.feed import Items
+from shiva.training.log import grid_of, heat_map
+from shiva.training.noise import Before, MicroBatch, NoiseProcess, generator_of, seed_of
+from shiva.training.sections import Reuse, Validation
 
 
 @dataclass(frozen=True)
@@ -66,7 +31,7 @@ class Teaching:
     """The dense pass of the same weights on the same micro-batch."""
 
     prediction: Tensor  # (B, C, h, w)
-    tape: Tape
+    recording: Recording
 
 
 @dataclass
@@ -86,15 +51,18 @@ class Objectives:
 
     @property
     def needs_teacher(self) -> bool:
-        return bool(self.weights["output"] or self.distilled_layers() or self.session.method.needs_updates)
+        return bool(self.weights["output"] or self.distilled_layers() or trained(self.session).needs_updates)
 
-    def forward(self, batch: MicroBatch) -> Tensor:
-        """The transformer's prediction (B, C, h, w)."""
+    def call(self, batch: MicroBatch, **how: Any) -> tuple[Tensor, Record]:
+        """The transformer's prediction (B, C, h, w), and the record of its call; `how` as in `call.call`."""
         dtype: torch.dtype = self.family.transformer.dtype
         noisy = self.process.mix(batch.latents.float(), batch.noise.float(), batch.timestep)
         text = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.text.items()}
-        output = self.session.transformer(**self.family.call(noisy.to(dtype), batch.timestep, text))
-        return self.family.prediction(output[0], noisy).float()
+        output, record = call(self.session, self.family.call(noisy.to(dtype), batch.timestep, text), **how)
+        return self.family.prediction(output, noisy).float(), record
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        return self.call(batch)[0]
 
     @torch.no_grad()
     def teach(self, batch: MicroBatch) -> Teaching:
@@ -102,72 +70,172 @@ class Objectives:
 
         A method that reuses updates costs one pass more, at the batch's earlier timestep.
         """
-        session = self.session
-        updates = self.reduced_layers() if session.method.needs_updates else []
-        with session.disabled(), adapters_off(session.transformer):
-            with session.record(outputs=self.distilled_layers(), updates=updates) as tape:
-                prediction = self.forward(batch)
-            if session.method.needs_earlier and batch.before is not None:
-                with session.record(outputs=(), updates=updates) as cache:
-                    self.forward(batch.earlier())
-                tape.earlier = Earlier(cache.updates, batch.before.steps)
-        return Teaching(prediction, tape)
+        method = trained(self.session)
+        updates = reduced_layers(self.session) if method.needs_updates else []
+        with dense(self.session):
+            prediction, record = self.call(batch, outputs=self.distilled_layers(), updates=updates)
+            if not method.needs_earlier or batch.before is None:
+                return Teaching(prediction, record.recording)
+            _, cache = self.call(batch.earlier(), updates=updates)
+        earlier = Earlier(cache.recording.updates, batch.before.steps)
+        return Teaching(prediction, replace(record.recording, earlier=earlier))
 
-    def reduced_layers(self) -> list[int]:
-        method = self.session.method
-        sites = self.session.backbone.sites(self.session.transformer)
-        return sorted({site.layer for site in sites if method.selects(site)})
-
-    def losses(self, batch: MicroBatch) -> dict[str, Tensor]:
-        """Each loss of the reduced pass, not yet weighed."""
-        session = self.session
-        teaching = self.teach(batch) if self.needs_teacher else None
-        session.teacher = None if teaching is None else teaching.tape
-        session.method.exploration = batch.exploration
+    def learn(self, batch: MicroBatch, teaching: Teaching | None) -> tuple[Tensor, Record]:
+        """The reduced pass, under the batch's own exploration and seed."""
+        teacher = None if teaching is None else teaching.recording
         torch.manual_seed(batch.seed)
-        with session.record(outputs=self.distilled_layers(), updates=()) as tape:
-            prediction = self.forward(batch)
+        return self.call(batch, teacher=teacher, explore=batch.exploration, outputs=self.distilled_layers())
+
+    def losses(self, batch: MicroBatch) -> tuple[dict[str, Tensor], float]:
+        """Each loss of the reduced pass, not yet weighed; and the share of tokens it ran on."""
+        teaching = self.teach(batch) if self.needs_teacher else None
+        prediction, record = self.learn(batch, teaching)
         losses = {"diffusion": self.diffusion(prediction, batch)}
         if teaching is not None:
             losses["output"] = F.mse_loss(prediction, teaching.prediction)
-            for layer, taught in teaching.tape.outputs.items():
-                distance = normalized_distance(tape.outputs[layer], taught)
+            for layer, taught in teaching.recording.outputs.items():
+                distance = normalized_distance(record.recording.outputs[layer], taught)
                 losses["distill"] = losses.get("distill", 0.0) + distance
-        assert session.ctx is not None
-        return {**losses, **session.method.losses(session.ctx)}
+        return {**losses, **record.losses}, record.keep
 
     def diffusion(self, prediction: Tensor, batch: MicroBatch) -> Tensor:
         target = self.process.target(batch.latents.float(), batch.noise.float(), batch.timestep)
         return F.mse_loss(prediction, target)
 
-    def backward(self, batch: MicroBatch, share: float, backward: Callable[[Tensor], None]) -> dict[str, Tensor]:
-        """Accumulate the gradients of this micro-batch's `share` of the loss; the losses, detached."""
-        losses = self.losses(batch)
-        total = sum(self.weight(name) * loss for name, loss in losses.items())
+    def backward(
+        self, batch: MicroBatch, share: float, backward: Callable[[Tensor], None]
+    ) -> tuple[dict[str, Tensor], float]:
+        """Accumulate the gradients of this micro-batch's `share` of the loss; the losses, detached, and the keep."""
+        losses, keep = self.losses(batch)
+        total = sum(self.weights.get(name, 1.0) * loss for name, loss in losses.items())
         assert isinstance(total, Tensor)
         backward(total * share)
-        self.session.teacher = None
         if self.weights["complete"]:
-            # inside `disabled`, because gradient checkpointing runs the blocks once more in the backward pass
-            with self.session.disabled():
+            with dense(self.session, adapters=True):
                 losses["complete"] = self.diffusion(self.forward(batch), batch)
-                backward(self.weights["complete"] * losses["complete"] * share)
+                if losses["complete"].requires_grad:  # of a stage that trains no adapter it is a constant
+                    backward(self.weights["complete"] * losses["complete"] * share)
             total = total.detach() + self.weights["complete"] * losses["complete"].detach()
-        return {"loss": total.detach(), **{name: loss.detach() for name, loss in losses.items()}}
+        return {"loss": total.detach(), **{name: loss.detach() for name, loss in losses.items()}}, keep
 
-    def weight(self, name: str) -> float:
-        return self.weights.get(name, 1.0)
+    @torch.no_grad()
+    def diagnose(self, batch: MicroBatch) -> str | None:
+        """Run a micro-batch again, dense and reduced, and name the first thing that is not finite."""
+        for name, value in {"latents": batch.latents, **{f"text {k}": v for k, v in batch.text.items()}}.items():
+            if value.is_floating_point() and not value.isfinite().all():
+                return f"the data's {name} are not finite"
+        with dense(self.session):
+            layer = first_not_finite(self.session, lambda: self.forward(batch))
+        if layer is not None:
+            return f"the output of block {layer} is not finite already in the dense model"
+        teaching = self.teach(batch) if self.needs_teacher else None
+        layer = first_not_finite(self.session, lambda: self.learn(batch, teaching))
+        return None if layer is None else f"the output of block {layer} is not finite"
 
-    def kept_share(self) -> float:
-        """Share of tokens that the reduced sites ran on in the latest call."""
-        ctx, method = self.session.ctx, self.session.method
-        assert ctx is not None
-        sites = self.session.backbone.sites(self.session.transformer)
-        counts = [ctx.kept[site.name] for site in sites if method.selects(site) and site.name in ctx.kept]
-        return sum(counts) / (len(counts) * ctx.tokens) if counts else 1.0
 
-    def check_weights(self, seen: dict[str, Tensor]) -> None:
-        """Refuse a weight for an objective that never occurs."""
-        for name in self.weights:
-            if name not in seen and name not in WEIGHTS:
-                raise ValueError(unknown_key(name, seen, "weights"))
+class NonFiniteError(RuntimeError):
+    """Training met a NaN or infinity; the message says where, and what to go back to."""
+
+    def __init__(self, where: str, step: int, newest: Path | None):
+        last = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
+        super().__init__(
+            f"step {step}: {where}; {last}; nothing was updated. Lower the learning rate, or train in bf16 instead of "
+            "fp16"
+        )
+
+
+def not_finite_of(groups: Mapping[str, Sequence[nn.Parameter]]) -> str:
+    """The groups of weights whose gradients are not finite; they may be too large together only."""
+    bad = [n for n, g in groups.items() if any(p.grad is not None and not p.grad.isfinite().all() for p in g)]
+    return " and ".join(bad) or "all weights together"
+
+
+# -- validation --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Validator:
+    """Measures on samples that training does not see, at fixed timesteps and noise."""
+
+    objectives: Objectives
+    items: Items
+    indices: list[int]
+    options: Validation
+    reuse: Reuse
+    seed: int
+    device: torch.device
+
+    def batches(self) -> list[MicroBatch]:
+        family, process = self.objectives.family, self.objectives.process
+        batches = []
+        for place, index in enumerate(self.indices):
+            latents, text = self.items.encode(self.items.read([index]))
+            noise = torch.randn(latents.shape, generator=generator_of(self.seed, "validation", place))
+            tokens = family.tokens((latents.shape[-2], latents.shape[-1]))
+            timestep = process.timestep((place + 0.5) / len(self.indices), tokens)
+            before = Before(process.earlier(timestep, 1 / self.reuse.steps, tokens), 1.0)
+            batches.append(MicroBatch(latents, noise, text, timestep, 0, Exploration(), before).to(self.device))
+        return batches
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, float]:
+        """MSE and cosine of predictions to the dense model's: at each uniform keep, and as the method would run."""
+        session = self.objectives.session
+        results: dict[str, float] = {}
+        with as_trained(session), untouched_scheduler(self.objectives.family.pipe):
+            batches = self.batches()
+            taught = [self.objectives.teach(batch).prediction for batch in batches]
+            for keep in (*self.options.keeps, None):
+                context = at_keep(session, keep)
+                if context is None:
+                    continue
+                with context:
+                    distances = [self._distance(b, d) for b, d in zip(batches, taught, strict=True)]
+                name = "schedule" if keep is None else f"keep_{keep:g}"
+                for measure, values in zip(("mse", "cosine"), zip(*distances, strict=True), strict=True):
+                    results[f"{measure}/{name}"] = sum(values) / len(values)
+        return results
+
+    def _distance(self, batch: MicroBatch, taught: Tensor) -> tuple[float, float]:
+        cached = trained(self.objectives.session).needs_earlier
+        if cached:  # a run of two steps, of which the first fills the cache
+            self.objectives.call(batch.earlier(), begins=True)
+        reduced, _ = self.objectives.call(batch, begins=not cached)
+        cosine = F.cosine_similarity(reduced.flatten(1), taught.flatten(1))
+        return float(F.mse_loss(reduced, taught)), float(cosine.mean())
+
+    def pictures(self, folder: Path, step: int) -> None:
+        """The schedule's heat map, and a grid: dense above, reduced below."""
+        session = self.objectives.session
+        with as_trained(session):
+            schedule = getattr(session.method, "schedule", None)
+            if isinstance(schedule, RatioSchedule):
+                picture = heat_map(schedule.ratios(), schedule.timesteps)
+                write_image(folder / f"schedule-{step:08d}.png", picture)
+            if self.options.images > 0:
+                with dense(session):
+                    above = self._draw()
+                write_image(folder / f"samples-{step:08d}.png", grid_of([above, self._draw()]))
+
+    def _draw(self) -> list[Any]:
+        family, pictures = self.objectives.family, []
+        for index in self.indices[: self.options.images]:
+            latents, text = self.items.encode(self.items.read([index]))
+            text = {name: value.to(self.device) for name, value in text.items()}
+            size = (latents.shape[-2] * family.factor, latents.shape[-1] * family.factor)
+            seeds = [seed_of(self.seed, "picture", index)]
+            steps, guidance = self.options.image_steps, self.options.image_guidance
+            pictures.extend(family.draw(text, size, steps, guidance, seeds, "pil"))
+        return pictures
+
+
+@contextlib.contextmanager
+def untouched_scheduler(pipe: Any) -> Iterator[None]:
+    """A scheduler as it was loaded: one that has drawn pictures still holds their timesteps, to which a method would
+    fit its schedule."""
+    before = pipe.scheduler
+    pipe.scheduler = type(before).from_config(before.config)
+    try:
+        yield
+    finally:
+        pipe.scheduler = before

@@ -1,10 +1,15 @@
-"""Training checkpoints: everything a killed run needs, in directories that are whole or absent."""
+"""What a run leaves for another to continue it: states that are whole or absent, under a lock on its folder."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
+import math
 import os
+import re
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +18,19 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from shiva.checkpoint import read_json, read_tensors, to_json, write_atomically
+from shiva.checkpoint import write_atomically
+from shiva.core.options import Whole, build, fitted
+from shiva.core.trainable import Trainable
+from shiva.files import read_json, read_tensors, to_json
+from shiva.training.sections import Stage
 
 FORMAT = 1
 MAY_CHANGE = ("checkpoints", "validation", "logging", "compute")
 """Sections of a recipe that a resumed run may change: they do not shape what is learned."""
 HELD_OUT = ("validation.samples",)
 """But this decides which samples are trained on."""
+TEMPORARY = re.compile(r"\.writing-.*|\..+\.(json|jsonl|safetensors|pt|png)\.\w{8}")
+"""Names of what is being written."""
 
 
 @dataclass
@@ -38,6 +49,71 @@ class State:
     loss: float = float("nan")
 
 
+@dataclass(frozen=True)
+class About:
+    """What `state.json` holds."""
+
+    step: Whole
+    stage: str
+    recipe: dict[str, Any]
+    files: list[str] | None = None
+
+
+class DamagedError(ValueError):
+    """A file of a state is there and cannot be read."""
+
+
+# -- the folder --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a run's folder; the system lets go of it when the process ends, however it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise ValueError(
+                f"{folder} is in use by a run of process {file.read() or '(unknown)'}; wait for its end, stop it, or "
+                "pass another --output"
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def clean(output: Path, *, fresh: bool = False) -> None:
+    """Remove what a killed run was writing; `fresh` also what it had learned and told."""
+    for folder in (output, output / "states", output / "latents", output / "pictures"):
+        for path in folder.glob(".*") if folder.is_dir() else ():
+            if TEMPORARY.fullmatch(path.name):
+                remove(path)
+    for name in ("states", "checkpoint", "pictures", "metrics.jsonl", "validation.jsonl") if fresh else ():
+        remove(output / name)
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A temporary folder to write to, which then appears under its name at once, in place of what was there."""
+    temporary = folder.parent / f".writing-{folder.name}"
+    remove(temporary)
+    temporary.mkdir(parents=True)
+    yield temporary
+    sync_folder(temporary)
+    remove(folder)
+    os.rename(temporary, folder)
+    sync_folder(folder.parent)
+
+
 def sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -46,69 +122,108 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def rename_into_place(temporary: Path, folder: Path) -> None:
-    """Make a finished directory appear under its name at once."""
-    sync_folder(temporary)
-    os.rename(temporary, folder)
-    sync_folder(folder.parent)
+# -- states ------------------------------------------------------------------------------------------
 
 
 def save_state(root: Path, state: State, keep: int) -> Path:
-    """Write a checkpoint directory and drop the oldest beyond `keep`."""
-    folder = root / f"step-{state.step:08d}"
-    if folder.exists():
-        return folder
-    root.mkdir(parents=True, exist_ok=True)
-    temporary = root / f".writing-{state.step:08d}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    write_atomically(temporary / "method.safetensors", save(state.method))
-    if state.tables:
-        write_atomically(temporary / "tables.safetensors", save(state.tables))
-    if state.adapter:
-        write_atomically(temporary / "adapter.safetensors", save(state.adapter))
-    buffer = io.BytesIO()
+    """Write a state's folder; drop the oldest beyond `keep`, and later ones: the run went on from before them."""
+    folder, buffer = root / f"step-{state.step:08d}", io.BytesIO()
     torch.save(state.optimizer, buffer)
-    write_atomically(temporary / "optimizer.pt", buffer.getvalue())
+    tensors = {"method": state.method, "tables": state.tables, "adapter": state.adapter}
+    files = {f"{name}.safetensors": save(part) for name, part in tensors.items() if part or name == "method"}
+    files["optimizer.pt"] = buffer.getvalue()
     about = {"format": FORMAT, "step": state.step, "stage": state.stage, "recipe": state.recipe, "loss": state.loss}
-    write_atomically(temporary / "state.json", to_json(about))
-    rename_into_place(temporary, folder)
-    for old in checkpoints(root)[:-keep] if keep > 0 else []:
-        shutil.rmtree(old, ignore_errors=True)
+    files["state.json"] = to_json({**about, "files": sorted(files)})
+    with written_whole(folder) as temporary:
+        for name, data in files.items():
+            write_atomically(temporary / name, data)
+    known = checkpoints(root)
+    place = known.index(folder) + 1
+    for other in (*known[: max(0, place - keep)], *known[place:]):
+        remove(other)
     return folder
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
+    """Folders of states, oldest first."""
     return sorted(root.glob("step-*")) if root.is_dir() else []
 
 
-def newest_of(run: Path) -> Path:
-    """The newest checkpoint of a run's folder."""
-    found = checkpoints(run / "states")
-    if not found:
-        raise FileNotFoundError(f"start: {run} holds no states/step-*; give the output folder of a `shiva train` run")
-    return found[-1]
+def newest_state(run: Path, say: Callable[[str], None]) -> tuple[Path, State] | None:
+    """The newest state of a run that can be read, and its folder; None where there is none at all."""
+    damage = None
+    for folder in reversed(checkpoints(run / "states")):
+        try:
+            state = load_state(folder)
+        except DamagedError as error:
+            damage = damage or error
+            continue
+        if damage is not None:
+            say(f"{damage}; continuing from the older {folder}")
+        return folder, state
+    if damage is not None:
+        raise ValueError(f"{damage}; there is no older state: pass --fresh to begin again") from damage
+    return None
 
 
 def load_state(folder: Path) -> State:
-    about = read_json(folder / "state.json")
-    if about["format"] != FORMAT:
+    """Read a state, refusing one that lacks a file; one that is cut short raises a `DamagedError`."""
+    path = folder / "state.json"
+    found = read_json(path)
+    if found.get("format") != FORMAT:
         raise ValueError(
-            f"{folder} has format {about['format']}, this version reads {FORMAT}; continue with the "
+            f"{folder} has format {found.get('format')!r}, this version reads {FORMAT}; continue with the "
             "version of Shiva that began the run, or pass --fresh to begin again"
         )
-    optional = {name: folder / f"{name}.safetensors" for name in ("tables", "adapter")}
-    found = {name: read_tensors(path) if path.exists() else {} for name, path in optional.items()}
-    return State(
-        step=about["step"],
-        stage=about["stage"],
-        recipe=about["recipe"],
-        method=read_tensors(folder / "method.safetensors"),
-        optimizer=torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True),
-        loss=about["loss"],
-        **found,
-    )
+    try:
+        about = build(About, found, others=True)
+        names = files_of(about)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; pass --fresh to begin again") from error
+    for name in names:
+        if not (folder / name).exists():
+            raise FileNotFoundError(
+                f"{folder / name} is missing, and the run would go on with something else; put it back, delete "
+                f"{folder} to continue from the state before, or pass --fresh to begin again"
+            )
+    try:
+        parts = {n: folder / f"{n}.safetensors" for n in ("method", "tables", "adapter")}
+        tensors = {name: read_tensors(path) if path.exists() else {} for name, path in parts.items()}
+        optimizer = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+    except Exception as error:  # torch's unpickler raises what it likes for bytes that are none of its own
+        raise DamagedError(f"{folder} cannot be read ({' '.join(str(error).split())[:200]})") from error
+    loss = found.get("loss")  # NaN before the first step was booked
+    loss = float(loss) if isinstance(loss, (int, float)) else math.nan
+    return State(about.step, about.stage, found["recipe"], optimizer=optimizer, loss=loss, **tensors)
+
+
+def files_of(about: About) -> list[str]:
+    """Files that a state must have; those before `files` was written down follow from the stages it had been in."""
+    if about.files is not None:
+        return about.files
+    stages = fitted(list[Stage], about.recipe.get("stages", []), "recipe.stages", text=True)
+    names = [stage.name for stage in stages]
+    if about.stage not in names:
+        raise ValueError(f"stage={about.stage!r} is none of its recipe's")
+    adapted = any("adapter" in stage.trains for stage in stages[: names.index(about.stage) + 1] if stage.steps)
+    return ["method.safetensors", "optimizer.pt", *(["adapter.safetensors"] if adapted else [])]
+
+
+def weights_for(method: Trainable, state: State, budget: float | None) -> dict[str, Tensor]:
+    """What a run for this budget may begin with of another's state.
+
+    Its budget's moving average is its own and stays behind, as does a policy that was meant for another budget.
+    """
+    same_budget = state.recipe["method"].get("budget") == budget
+    other = [] if same_budget else [id(parameter) for parameter in method.groups().get("policy", [])]
+    learned = {name: weight for name, weight in method.named_parameters() if id(weight) not in other}
+    for name, weight in learned.items():
+        if name not in state.method or state.method[name].shape != weight.shape:
+            raise ValueError(
+                f"start: that run has no {name} of shape {tuple(weight.shape)}; it was trained with another method "
+                "or other router or policy options, make them the same"
+            )
+    return {name: state.method[name] for name in learned}
 
 
 def flatten(values: Any, path: str = "") -> dict[str, Any]:

@@ -1,0 +1,105 @@
+"""The gradient directions that are compared: estimates of dL/dpi, and the discrete marginals they stand for.
+
+A `Pruned` is anything whose loss depends on which tokens run: a frozen random block, or one of a trained model.
+Estimates come from the library's own gates, so what is compared here is what trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from shiva.core.reduction import Reduction, select
+from shiva.ops.topk import Guess, Selection, hard_topk, input_gated, output_gated
+
+Gating = Callable[[Tensor], Reduction]
+"""The reduction of a block's input x (B, N, D)."""
+
+GUESSES: tuple[Guess, ...] = get_args(Guess)
+
+
+class Pruned(Protocol):
+    tokens: int
+    teacher: Tensor  # (N, D): the dense pass's updates of the block
+
+    def losses(self, gating: Gating, batch: int) -> Tensor:
+        """Losses (B,) of `batch` copies of the same input under one reduction each."""
+
+
+def estimate(task: Pruned, indices: Tensor, estimator: str) -> Tensor:
+    """g-hat (B, N), what the backward pass puts in for dL/dpi when the tokens at indices (B, K) run.
+
+    `estimator` is "input" (Eq. estimator) or a guess of the output estimator.
+    """
+    pi = torch.zeros(len(indices), task.tokens, dtype=task.teacher.dtype, requires_grad=True)
+    selection = Selection(indices, pi)  # the gates are 0 in value, so pi's own value does not matter
+
+    def gating(x: Tensor) -> Reduction:
+        if estimator == "input":
+            return input_gated(selection, task.tokens)
+        return output_gated(selection, x, estimator, task.teacher.expand_as(x))  # type: ignore[arg-type]
+
+    return torch.autograd.grad(task.losses(gating, len(indices)).sum(), pi)[0]
+
+
+@torch.no_grad()
+def losses(task: Pruned, indices: Tensor) -> Tensor:
+    """Losses (B,) of the hard selections (B, K)."""
+    return task.losses(lambda x: select(indices, task.tokens), len(indices))
+
+
+def flips(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of the k first of scores (N,): the k selections (k, k - 1) without one, the N - k (N - k, k + 1) with one more.
+
+    Also the tokens dropped (k,) and added (N - k,).
+    """
+    chosen = hard_topk(scores[None], k)[0]  # (k,)
+    others = torch.ones_like(scores, dtype=torch.bool).scatter(0, chosen, False).nonzero().flatten()
+    without = chosen.expand(k, k)[~torch.eye(k, dtype=torch.bool)].view(k, k - 1)
+    joined = torch.cat([chosen.expand(len(others), k), others[:, None]], dim=1)
+    return without, joined.sort(dim=1).values, chosen, others
+
+
+def two_path(task: Pruned, scores: Tensor, k: int, chunk: int = 512) -> Tensor:
+    """g* (N,) (Eq. ideal_grad): the executed path's half, and the other's from a pass with that token flipped."""
+    g = estimate(task, hard_topk(scores[None], k), "input")[0]
+    without, joined, chosen, others = flips(scores, k)
+    for selections, tokens in ((without, chosen), (joined, others)):
+        for part, at in zip(selections.split(chunk), tokens.split(chunk), strict=True):
+            g[at] += estimate(task, part, "input").gather(1, at[:, None])[:, 0]
+    return g
+
+
+def coordinate_marginals(task: Pruned, scores: Tensor, k: int, chunk: int = 512) -> Tensor:
+    """L(m_i = 1) - L(m_i = 0) (N,), the other tokens' membership held (Eq. coordinate_marginal)."""
+    now = losses(task, hard_topk(scores[None], k))
+    without, joined, chosen, others = flips(scores, k)
+    exact = torch.empty_like(scores, dtype=now.dtype)
+    exact[chosen] = now - torch.cat([losses(task, part) for part in without.split(chunk)])
+    exact[others] = torch.cat([losses(task, part) for part in joined.split(chunk)]) - now
+    return exact
+
+
+def fixed_budget_marginals(task: Pruned, scores: Tensor, k: int, chunk: int = 512) -> Tensor:
+    """L(i first) - L(i last) (N,), k tokens running in both: i changes places with the token at the boundary."""
+    now = losses(task, hard_topk(scores[None], k))
+    tokens = torch.arange(len(scores))
+    inside = torch.zeros_like(scores, dtype=torch.bool).scatter(0, hard_topk(scores[None], k)[0], True)
+    moved = scores.expand(len(scores), -1).clone()
+    moved[tokens, tokens] = torch.where(inside, scores.min() - 1, scores.max() + 1)
+    swapped = torch.cat([losses(task, part) for part in hard_topk(moved, k).split(chunk)])
+    return torch.where(inside, now - swapped, swapped - now)
+
+
+def gumbel_direction(task: Pruned, scores: Tensor, k: int, tau: float = 1.0) -> Tensor:
+    """dL/ds (N,) of a Gumbel-sigmoid straight-through gate in the soft rank's place.
+
+    Scores are taken to hold their logistic noise already; the threshold lies between the k-th and the next, so the
+    mask is top-k's own. Each gate knows its own score alone, and no budget.
+    """
+    ordered = scores.sort(descending=True).values
+    gate = torch.sigmoid((scores - (ordered[k - 1] + ordered[k]) / 2) / tau)
+    return estimate(task, hard_topk(scores[None], k), "input")[0] * gate * (1 - gate) / tau

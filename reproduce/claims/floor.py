@@ -1,0 +1,211 @@
+"""Where no step can be spared: PSNR to the dense run of as many steps, over true FLOPs, beside fewer steps.
+
+    python -m reproduce.claims.floor                                  # 4 and 8 steps of the embedded model
+    python -m reproduce.claims.floor --steps 4 --budgets 0.6 0.4 --output outputs/floor
+
+Lattice is fitted on other prompts than those that are drawn, with nothing trained. FLOPs hold the fill's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import shiva
+from reproduce.claims.common import ROOT, progress
+from shiva.bench.environment import environment
+from shiva.checkpoint import write_atomically
+from shiva.core.method import MethodConfig
+from shiva.evaluate.candidates import fingerprint
+from shiva.evaluate.drawing import draw, load_with_arguments
+from shiva.evaluate.metrics.pixels import image_psnr
+from shiva.evaluate.prompts import read_prompts
+from shiva.fitting import Fitted, fit
+from shiva.show.style import PALETTE
+
+LABELS = ROOT / "recipes" / "emoji" / "data" / "fluent-emoji-64.parquet"
+FEWER = "fewer steps"
+BATCH = 8
+
+
+def series(budget: float) -> dict[str, MethodConfig]:
+    """What is compared at a share of tokens, by name."""
+    return {
+        "Lattice, attending to all": shiva.Lattice(budget=budget, attends="all"),
+        "Lattice": shiva.Lattice(budget=budget),
+        "Lattice, not fitted": shiva.Lattice(budget=budget, parts="neighbours"),
+        "Lattice, regression alone": shiva.Lattice(budget=budget, parts="lin"),
+        "random, same fill": shiva.Ranked(budget=budget, fill="shortcut"),
+        "random, identity": shiva.Ranked(budget=budget),
+        "Sweep": shiva.Sweep(budget=budget),
+    }
+
+
+@dataclass(frozen=True)
+class Point:
+    """One method at one budget, or a dense run of fewer steps."""
+
+    series: str
+    steps: int
+    """Of the dense run it is held against."""
+    setting: float
+    """Its budget, or its own number of steps."""
+    flops: float
+    """As a share of that run's."""
+    psnr: list[float]
+    """Of each image."""
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.psnr)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline, and what it is asked to draw."""
+
+    pipe: Any
+    arguments: dict[str, Any]
+    guidance: float
+    seed: int
+    drawn: list[str]
+    others: list[str]
+    """Prompts that the fit may see."""
+
+    def images(self, steps: int) -> list[Any]:
+        found: list[Any] = []
+        for first in range(0, len(self.drawn), BATCH):
+            called = self.drawn[first : first + BATCH]
+            places = range(first, first + len(called))
+            found += draw(self.pipe, called, self.seed, places, steps, self.guidance, **self.arguments)
+        return found
+
+    def fitted(self, steps: Sequence[int], rank: int) -> Fitted:
+        how: dict[str, Any] = {"guidance": self.guidance, "rank": rank, "seed": self.seed + 1, "batch": BATCH}
+        return fit(self.pipe, self.others, steps=steps, arguments=self.arguments, **how)
+
+    def measured(self, config: MethodConfig, weights: Fitted, steps: int, dense: Sequence[Any]) -> Point:
+        method: Any = config.build(weights.method.spec)
+        if method.shortcut is not None:
+            method.load_state_dict(weights.method.state_dict())
+        with shiva.attach(self.pipe, method) as session:
+            psnr = list(map(image_psnr, self.images(steps), dense))
+            return Point("", steps, method.config.budget, session.summary().flops_share, psnr)
+
+
+def points(stage: Stage, weights: Fitted, steps: int, budgets: Sequence[float]) -> list[Point]:
+    dense = stage.images(steps)
+    found = []
+    for fewer in range(steps - 1, max(1, steps // 4), -1):
+        psnr = list(map(image_psnr, stage.images(fewer), dense))
+        found.append(Point(FEWER, steps, fewer, fewer / steps, psnr))
+    for budget in progress(budgets, f"{steps} steps"):
+        for name, config in series(budget).items():
+            found.append(dataclasses.replace(stage.measured(config, weights, steps, dense), series=name))
+    return found
+
+
+def line_of_fewer_steps(found: Sequence[Point], steps: int, flops: float) -> float | None:
+    """PSNR of a dense run of fewer steps at this share of FLOPs, between those that exist; None beyond them."""
+    known = sorted((p.flops, p.mean) for p in found if p.series == FEWER and p.steps == steps)
+    for (low, below), (high, above) in itertools.pairwise(known):
+        if low <= flops <= high:
+            return below + (above - below) * (flops - low) / (high - low)
+    return None
+
+
+def table_of(found: Sequence[Point], steps: int) -> Table:
+    headings = ("method", "budget or steps", "FLOPs", "PSNR", "above the line")
+    table = Table(*headings, title=f"dB to dense at {steps} steps")
+    for point in (p for p in found if p.steps == steps):
+        line = line_of_fewer_steps(found, steps, point.flops)
+        above = "" if line is None or point.series == FEWER else f"{point.mean - line:+.1f}"
+        table.add_row(point.series, f"{point.setting:g}", f"{point.flops:.0%}", f"{point.mean:.2f}", above)
+    return table
+
+
+def figure_of(found: Sequence[Point]) -> bytes | None:
+    """PSNR over FLOPs, a panel for each number of steps; None without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    counts = sorted({point.steps for point in found})
+    names = list(dict.fromkeys(point.series for point in found))
+    figure, panels = pyplot.subplots(1, len(counts), figsize=(4.4 * len(counts), 3.8), layout="constrained")
+    for axes, steps in zip(panels if len(counts) > 1 else [panels], counts, strict=True):
+        for number, name in enumerate(names):
+            here = sorted((p.flops, p.mean) for p in found if p.series == name and p.steps == steps)
+            style: dict[str, Any] = {"color": PALETTE[number % len(PALETTE)], "marker": "o", "markersize": 3}
+            if name == FEWER:
+                style = {"color": "black", "linestyle": "--", "marker": "s", "markersize": 3}
+            axes.plot([100 * flops for flops, _ in here], [psnr for _, psnr in here], label=name, linewidth=1, **style)
+        axes.set(title=f"{steps} steps", xlabel="true FLOPs, % of dense", ylabel="PSNR to dense, dB")
+        axes.grid(alpha=0.3)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+    return picture.getvalue()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("models/emoji"))
+    parser.add_argument("--labels", type=Path, default=LABELS, help="file of prompts")
+    parser.add_argument("--name", default="emoji-64", help="of the files that are written")
+    parser.add_argument("--steps", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--guidance", type=float, default=3.0)
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.6, 0.4, 0.25])
+    parser.add_argument("--prompts", type=int, default=16, help="drawn and measured")
+    parser.add_argument("--fit", type=int, default=48, help="other prompts, of whose dense runs Lattice is fitted")
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=ROOT / "results" / "floor")
+    options = parser.parse_args()
+    start, console = time.perf_counter(), Console()
+    pipe, arguments = load_with_arguments(options.model)
+    texts = read_prompts(options.labels).limited(options.prompts + options.fit).texts
+    drawn = texts[:: len(texts) // options.prompts][: options.prompts]
+    others = [text for text in texts if text not in drawn]
+    stage = Stage(pipe, arguments, options.guidance, options.seed, drawn, others)
+    found: list[Point] = []
+    fits = {}
+    for steps in options.steps:
+        weights = stage.fitted([steps], options.rank)
+        rows = [dataclasses.asdict(row) for row in weights.layers]
+        fits[steps] = {"seconds": round(weights.seconds, 1), "tokens": weights.tokens, "r_squared": rows}
+        found += points(stage, weights, steps, options.budgets)
+        console.print(table_of(found, steps))
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    del settings["output"], settings["labels"]
+    record = {
+        "settings": {**settings, "drawn": drawn, "weights": fingerprint(options.model)},
+        "fits": fits,
+        "points": [{**dataclasses.asdict(point), "mean": point.mean} for point in found],
+        "seconds": round(time.perf_counter() - start, 1),
+        "environment": environment(),
+    }
+    write_atomically(options.output / f"{options.name}.json", (json.dumps(record, indent=1) + "\n").encode())
+    picture = figure_of(found)
+    if picture is not None:
+        write_atomically(options.output / f"{options.name}.png", picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""`shiva bench`: speed, as ratios within one run, with the environment beside each figure."""

@@ -1,0 +1,135 @@
+"""What a benchmark compares: methods by their configs, each on a twin of the transformer, taking turns."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import shiva
+from shiva.api import attach
+from shiva.backbones import backbone_of
+from shiva.bench.shapes import Shape
+from shiva.core.cost import Flops, count
+from shiva.core.method import Method, MethodConfig
+from shiva.methods import Shiva, ShivaMethod, Sweep
+from shiva.ops.policy import logit
+from shiva.ops.schedule import RatioSchedule
+from shiva.session import Session
+
+KEEP_AT_NOISE, KEEP_AT_IMAGE = 0.4, 0.8
+"""Mean keep at the first and last timestep of the paper's learned table (sec. Impact of Adaptive Ratio Policy)."""
+DEPTH_SPAN = 1.0
+"""Logits from the first reduced layer down to the last: the paper's table preserves shallow layers; our figure."""
+
+
+def learned_shape(layers: int, dense: tuple[int, ...] = (0,)) -> RatioSchedule:
+    """A table of the learned one's shape: structure first (shallow layers), detail later (small timesteps)."""
+    time = torch.tensor([logit(KEEP_AT_NOISE), logit(KEEP_AT_IMAGE)], dtype=torch.float64)[:, None]
+    depth = torch.linspace(DEPTH_SPAN / 2, -DEPTH_SPAN / 2, layers, dtype=torch.float64)[None]
+    return RatioSchedule((1000.0, 0.0), time + depth, dense=frozenset(dense))
+
+
+def typical_row(schedule: RatioSchedule, budget: float, steps: int = 50) -> RatioSchedule:
+    """The one step of a run whose mean keep is nearest the run's own: what a single timed step stands for."""
+    run = schedule.resample([1000.0 * (1 - step / steps) for step in range(steps)]).shift(budget)
+    means = run.ratios()[:, run.reduced].mean(dim=1)
+    row = int((means - budget).abs().argmin())
+    return dataclasses.replace(run, timesteps=run.timesteps[row : row + 1], logits=run.logits[row : row + 1])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method as it enters a comparison."""
+
+    config: MethodConfig
+    setup: Callable[[Any], None] = lambda method: None
+    """What makes the untrained method run as a trained one would: a table of ratios, masks of some share."""
+
+    @property
+    def carries(self) -> bool:
+        """Whether a step needs those before it: what is timed then is a later step of a run, not its dense first."""
+        return getattr(self.config, "fill", None) == "cached"
+
+    def build(self, transformer: nn.Module) -> Method:
+        method = self.config.build(backbone_of(transformer).spec(transformer))
+        self.setup(method)
+        return method
+
+
+def shiva_entry(budget: float, flat: bool = False, **options: Any) -> Entry:
+    """Shiva under a table of this mean keep: flat, or of the learned one's shape."""
+
+    def set_table(method: ShivaMethod) -> None:
+        layers = method.spec.layers
+        table = RatioSchedule.flat(budget, layers) if flat else typical_row(learned_shape(layers), budget)
+        method.set_schedule(table)
+
+    return Entry(Shiva(**options), set_table)
+
+
+def sweep_entry(budget: float) -> Entry:
+    """The moving band that attends to all tokens, at a flat ratio."""
+    return Entry(Sweep(budget=budget))
+
+
+def official_presets() -> dict[str, MethodConfig]:
+    """Every other method of ours at its official preset, untrained."""
+    ours = [name for name in MethodConfig.known if name in shiva.__all__ and name not in ("Dense", "Shiva")]
+    return {name.lower(): MethodConfig.known[name].preset("official") for name in ours}
+
+
+def twin(transformer: nn.Module) -> nn.Module:
+    """A second module tree over the very same weights, so that each keeps its own hooks and graphs."""
+    shared = {id(t): t for t in [*transformer.parameters(), *transformer.buffers()]}
+    return copy.deepcopy(transformer, shared)
+
+
+class Attached:
+    """An entry attached to a twin of the transformer, ready to take turns."""
+
+    def __init__(self, entry: Entry, transformer: nn.Module, call: dict[str, Any], cfg: str = "auto"):
+        self.transformer = twin(transformer)
+        self.session: Session = attach(self.transformer, entry.build(transformer), cfg=cfg)
+        self.call, self.carries = call, entry.carries
+        self.turns = 0
+
+    def prepare(self) -> Callable[[], Any]:
+        """One turn: a run of its own, or the next step of one run, which begins here with a dense step."""
+        call = new_run(self.call)
+        if self.carries:
+            if self.turns == 0:
+                self.transformer(**call)
+            call["timestep"] = call["timestep"] * (1 - (self.turns + 1) / 1000)
+        self.turns += 1
+        return lambda: self.transformer(**call)
+
+    def compile(self) -> None:
+        self.session.compile()
+
+    def price(self) -> Flops:
+        """FLOPs of the latest turn by the session's own prices, without the method's own products."""
+        assert self.session.ctx is not None
+        return self.session.cost_model().step(self.session.ctx.counts)
+
+    def overhead(self) -> dict[str, float]:
+        """Milliseconds a step in each phase of the reduction path, over all turns."""
+        return {phase: 1e3 * spent / max(1, self.turns) for phase, spent in self.session.phases().items()}
+
+
+def new_run(call: dict[str, Any]) -> dict[str, Any]:
+    """New latents begin a new run, as they do for the session in a pipeline; unless the timestep falls."""
+    return {**call, "hidden_states": call["hidden_states"].clone()}
+
+
+def count_step(shape: Shape, entry: Entry | None) -> Flops:
+    """FLOPs of a step, the method's own included, on the meta device."""
+    transformer, call = shape.build("meta"), shape.call("meta")
+    if entry is None:
+        return count(lambda: transformer(**call))
+    return count(Attached(entry, transformer, call, shape.cfg).prepare())

@@ -1,0 +1,45 @@
+"""The command line: one file a command, each of which imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import typer
+
+from shiva import __version__
+from shiva.cli.bench import bench
+from shiva.cli.demo import demo
+from shiva.cli.eval import evaluate
+from shiva.cli.fit import fit
+from shiva.cli.generate import generate
+from shiva.cli.models import models
+from shiva.cli.report import report
+from shiva.cli.serve import serve
+from shiva.cli.terminal import explain
+from shiva.cli.validate import validate
+from shiva.training.command import train
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+for command in (demo, generate, fit, models, train, validate, report, serve):
+    app.command()(command)
+app.command(name="eval")(evaluate)
+app.add_typer(bench, name="bench")
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shiva {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def shiva(
+    version: bool = typer.Option(False, "--version", is_eager=True, callback=print_version, help="Print the version."),
+) -> None:
+    """Faster Diffusion Transformers: learned token selection for diffusers pipelines."""
+
+
+def main() -> None:
+    """Run a command; what a person did wrong is one line, not a traceback."""
+    try:
+        app()
+    except Exception as error:
+        raise SystemExit(explain(error)) from error

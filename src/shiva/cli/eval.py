@@ -1,0 +1,159 @@
+"""`shiva eval`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shiva.cli.terminal import Device, Dtype, Output, Record, Threads, folder_of, numbers, progress_line, use_threads
+
+if TYPE_CHECKING:
+    from shiva.evaluate.evaluation import Evaluation
+    from shiva.evaluate.protocols import Protocol
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Folder or hub id of a diffusers pipeline")],
+    methods: Annotated[str, typer.Option(help="A YAML file of candidates, or names: ToMeSD,ToMA:paper")],
+    prompts: Annotated[Path | None, typer.Option(help="A .json, .csv, .tsv, .txt or .parquet prompt set")] = None,
+    protocol: Annotated[list[str] | None, typer.Option(help="main, matched, …, or all; may be repeated")] = None,
+    output: Output = None,
+    record: Record = False,
+    split: Annotated[str | None, typer.Option(help="Of the emoji set: train, validation or all")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="So many prompts, evenly spaced over the set")] = None,
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas")] = "0",
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale")] = None,
+    height: Annotated[int | None, typer.Option(min=1, help="Image height in pixels; else the model's own")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Image width in pixels")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts a call; some methods share choices over a batch")] = 1,
+    held_out: Annotated[Path | None, typer.Option(help="Prompts that were not trained on")] = None,
+    metrics: Annotated[str | None, typer.Option(help="Metrics by name, separated by commas")] = None,
+    clip: Annotated[str | None, typer.Option(help="Folder or hub id of a CLIPModel, for clip and clip_iqa")] = None,
+    inception: Annotated[Path | None, typer.Option(help="File of Inception weights, for fid")] = None,
+    reward: Annotated[str, typer.Option(help="Weights of ImageReward")] = "ImageReward-v1.0",
+    flops: Annotated[
+        float | None, typer.Option(min=0, max=1, help="matched: the share of dense FLOPs to match")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=0, help="Turns of the latency measurement; 0 for none")] = 5,
+    probes: Annotated[int, typer.Option(min=1, help="Prompts on which FLOPs and one-step errors are measured")] = 4,
+    threads: Threads = None,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+) -> None:
+    """What is lost and what is won: images of every method on the same prompts and noise, measured and compared.
+
+    Images that are in the output folder already are not made again, so a run that was killed goes on where it was.
+    """
+    import functools
+
+    from rich.console import Console
+
+    from shiva.evaluate.candidates import fingerprint, read_candidates
+    from shiva.evaluate.checkout import reproduce
+    from shiva.evaluate.drawing import check_device, hints, load_pipeline, quiet
+    from shiva.evaluate.evaluation import Evaluation
+    from shiva.evaluate.images import Settings
+    from shiva.evaluate.metrics import Tools, chosen
+    from shiva.evaluate.prompts import held_out_prompts, read_prompts
+    from shiva.evaluate.protocols import protocols
+    from shiva.evaluate.workers import Workers
+
+    name = Path(model).name if limit is None else f"{Path(model).name}-{limit}"
+    folder, candidates = folder_of(output, record, f"eval/{name}"), read_candidates(methods)
+    known, chosen_seeds = protocols(), numbers("--seeds", seeds, int)
+    wanted = select(known, protocol)
+    source = prompts or (Path(candidates.prompts) if candidates.prompts else None)
+    if source is None:
+        raise ValueError(f"{methods} names no prompts; pass --prompts FILE")
+    use_threads(threads)
+    quiet()
+    workers = Workers(check_device(device))
+    without, arguments = hints(model)
+    without, arguments = tuple(candidates.without) or without, {**arguments, **candidates.arguments}
+    pipe = functools.cache(lambda: load_pipeline(model, dtype, without).to(workers.device))
+    tools = Tools(
+        pipe=pipe,
+        score=Path(model) / "score",
+        clip=clip,
+        inception=None if inception is None else str(inception),
+        reward=reward,
+        device=workers.device,
+    )
+    settings = Settings(
+        model=model,
+        weights=fingerprint(Path(model)),
+        steps=candidates.steps if steps is None else steps,
+        guidance=candidates.guidance if guidance is None else guidance,
+        height=height,
+        width=width,
+        batch=batch,
+        dtype=dtype,
+        without=without,
+        arguments=arguments,
+    )
+    paper = reproduce("paper")
+    console = Console(width=None if Console().is_terminal else 200)
+    with progress_line(workers.main) as progress:
+        evaluation = Evaluation(
+            candidates=candidates,
+            folder=folder,
+            settings=settings,
+            prompts=read_prompts(source, split or candidates.split).limited(limit),
+            held_out=held_out_prompts(source, held_out, limit),
+            metrics=chosen(None if metrics is None else metrics.split(","), tools),
+            tools=tools,
+            workers=workers,
+            pipe=pipe,
+            seeds=chosen_seeds,
+            rounds=rounds,
+            probes=probes,
+            target=flops,
+            paper={} if paper is None else paper.MAIN,
+            progress=progress,
+        )
+        failed = [name for name in wanted if not perform(evaluation, name, known[name], console, len(wanted) == 1)]
+    workers.close()
+    if failed and workers.main:
+        console.print(f"[yellow]not done[/]: {', '.join(failed)}; the lines above say why")
+    if failed:
+        raise typer.Exit(1)
+
+
+def select(known: dict[str, Protocol], names: list[str] | None) -> list[str]:
+    """The protocols asked for: `main` where none is, every one for `all`."""
+    from shiva.core.options import unknown_key
+
+    wanted = list(known) if names == ["all"] else (names or ["main"])
+    for name in wanted:
+        if name not in known:
+            raise ValueError(unknown_key(name, [*known, "all"], "--protocol"))
+    return wanted
+
+
+def perform(evaluation: Evaluation, name: str, protocol: Protocol, console: Any, alone: bool) -> bool:
+    """Run one protocol and publish its tables; among several, one that cannot run here says so and is left out."""
+    from dataclasses import asdict
+
+    from rich.markup import escape
+
+    from shiva.bench.table import publish
+    from shiva.evaluate.images import OtherImages
+
+    try:
+        found = protocol(evaluation)
+    except OtherImages:
+        raise
+    except ValueError as error:
+        if alone:
+            raise
+        console.print(f"[yellow]{name}[/]: {escape(str(error))}")
+        return False
+    if found is not None:
+        settings = {**asdict(evaluation.settings), "seeds": list(evaluation.seeds)}
+        settings |= {"prompts": evaluation.prompts.name, "count": len(evaluation.prompts)}
+        file = f"{name}-{found.detail}" if found.detail else name
+        publish(file, evaluation.folder / "tables", found.tables, found.figures, settings, console=console)
+    return True

@@ -1,0 +1,115 @@
+"""`shiva fit`: the fill of `shiva.Lattice`, solved from a few dense runs of any pipeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shiva.cli.terminal import Device, Dtype, Threads, check_folder, numbers, progress_line, use_threads
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from shiva.fitting import Fitted
+
+
+def fit(
+    model: Annotated[str, typer.Argument(help="Folder or hub id of a diffusers pipeline")],
+    output: Annotated[Path, typer.Option(help="Folder of the checkpoint that attach and generate take")],
+    prompts: Annotated[
+        str, typer.Option(help="So many everyday prompts (for DiT: classes), or a file: txt, csv, tsv, json, parquet")
+    ] = "48",
+    limit: Annotated[int, typer.Option(min=2, help="Prompts taken of a file, evenly spaced over it")] = 48,
+    steps: Annotated[str, typer.Option(help="Steps of the runs, as the model will be used; several as 4,8")] = "4",
+    guidance: Annotated[float, typer.Option(help="Guidance scale, as the model will be used")] = 4.5,
+    height: Annotated[int | None, typer.Option(min=1, help="Image height in pixels; else the model's own")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Image width in pixels; else the model's own")] = None,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of each layer's map; 16 to 64 do alike")] = 32,
+    degree: Annotated[int, typer.Option(min=0, max=3, help="Highest power of the noise level that it knows")] = 1,
+    stride: Annotated[int, typer.Option(min=1, help="Take every so manieth token; for large images")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts a call")] = 4,
+    layers_at_once: Annotated[
+        int | None, typer.Option(min=1, help="Layers a pass over the prompts; else as many as 4 GiB of sums allow")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise")] = 0,
+    threads: Threads = None,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+) -> None:
+    """Fit what skipped tokens get, in minutes: no data set, no gradient.
+
+    Runs the prompts dense, and solves for each block a small linear map from a token to what the block adds to it.
+    Four fifths of the prompts are fitted on, the others say how much is explained (R² by layer). Then:
+
+    shiva generate MODEL "a fox" --checkpoint OUTPUT --budget 0.4 --steps 4, or in Python
+    shiva.attach(pipe, "OUTPUT", budget=0.4).
+    """
+    import dataclasses
+
+    from rich.console import Console
+
+    from shiva.bench.environment import environment
+    from shiva.checkpoint import to_json, write_atomically
+    from shiva.evaluate import drawing
+    from shiva.fitting import fit as fit_pipeline
+
+    drawing.check_device(device)
+    check_folder(output)
+    use_threads(threads)
+    drawing.quiet()
+    pipe, arguments = drawing.load_with_arguments(model, dtype, device)
+    asked = {"height": height, "width": width}
+    arguments |= drawing.accepted(pipe, {key: value for key, value in asked.items() if value is not None})
+    texts = texts_of(pipe, prompts, limit)
+    runs = numbers("--steps", steps, int)
+    if not runs or min(runs) < 1:
+        raise ValueError(f"--steps {steps} names no run; pass such as 4, or 4,8")
+    how: dict[str, Any] = {"steps": runs, "guidance": guidance, "rank": rank, "degree": degree}
+    how |= {"stride": stride, "seed": seed, "batch": batch, "layers_at_once": layers_at_once}
+    with progress_line() as progress:
+        fitted = fit_pipeline(pipe, texts, progress=progress, arguments=arguments, **how)
+    fitted.checkpoint(model).save_pretrained(output)
+    report = {
+        "environment": environment(),
+        "settings": {"model": model, "prompts": texts, **how, **asked, "dtype": dtype},
+        "r_squared": [dataclasses.asdict(row) for row in fitted.layers],
+        "tokens": fitted.tokens,
+        "seconds": round(fitted.seconds, 1),
+    }
+    write_atomically(output / "fit.json", to_json(report))
+    console = Console()
+    console.print(table_of(fitted, rank))
+    console.print(f"{output}: shiva.attach(pipe, {str(output)!r}, budget=0.4)", markup=False, soft_wrap=True)
+    if fitted.weak:
+        listed = ", ".join(map(str, fitted.weak))
+        advice = "more prompts, a higher --rank, or these layers dense (attach with dense=...) may help"
+        typer.secho(f"warning: little of layers {listed} is explained on held-out prompts; {advice}", err=True)
+
+
+def texts_of(pipe: Any, prompts: str, limit: int) -> list[str]:
+    """The prompts that were asked for, by number or by file."""
+    import inspect
+
+    from shiva.evaluate.prompts import read_prompts
+    from shiva.fitting import everyday_prompts
+
+    if not prompts.isdecimal():
+        return read_prompts(Path(prompts)).limited(limit).texts
+    if "class_labels" not in inspect.signature(pipe.__call__).parameters:
+        return everyday_prompts(int(prompts))
+    classes = pipe.transformer.config.num_embeds_ada_norm
+    return [str(place * classes // int(prompts)) for place in range(int(prompts))]
+
+
+def table_of(fitted: Fitted, rank: int) -> Table:
+    from rich.table import Table
+
+    title = f"R² on held-out prompts; fitted on {fitted.tokens} tokens in {fitted.seconds:.0f} s"
+    table = Table("layer", "constant", "full rank", f"rank {rank}", title=title)
+    for column in table.columns:
+        column.justify = "right"
+    for row in fitted.layers:
+        table.add_row(str(row.layer), f"{row.constant:.3f}", f"{row.full:.3f}", f"{row.low:.3f}")
+    return table

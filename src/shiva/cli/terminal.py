@@ -1,0 +1,125 @@
+"""What the commands share: folders of results, lines of progress, and what a failure looks like."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Output = Annotated[Path | None, typer.Option(help="Folder of what is written; outputs/ and the command's otherwise")]
+Record = Annotated[bool, typer.Option("--record", help="Write to results/, which is committed, not to outputs/")]
+Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, …")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's choice otherwise")]
+
+TO_MEND = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EROFS, errno.ENOSPC}
+TO_MEND |= {errno.EDQUOT, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
+"""Of the system's errors, those about a path or a disk."""
+
+
+def explain(error: Exception) -> int:
+    """Print what went wrong; the exit code: 2 where a person can mend it, 1 with a traceback where only we can."""
+    from shiva.core.options import REFUSALS
+
+    text = str(error)
+    if isinstance(error, OSError) and error.errno in TO_MEND:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        mend = "make room and run the same command again" if full else "pass another path"
+        text = f"{error.filename or 'a file'}: {error.strerror}; {mend}"
+    elif type(error).__module__.startswith("yaml."):
+        text = f"this is not YAML: {text}; mend that line"
+    elif not isinstance(error, REFUSALS):
+        report_bug(error)
+        return 1
+    typer.secho(f"error: {' '.join(text.split())}", fg="red", err=True)
+    return 2
+
+
+def report_bug(error: Exception) -> None:
+    where = "please report it as an issue of Shiva's repository, with these lines"
+    typer.secho(f"error: this is a bug of ours; {where}", fg="red", err=True)
+    typer.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+
+
+def folder_of(output: Path | None, record: bool, name: str) -> Path:
+    """Where results go: outputs/ by default, so that trying a command changes no committed figure."""
+    if output is not None and record:
+        raise ValueError(f"--output {output} and --record exclude each other; pass one")
+    return check_folder(output if output is not None else Path("results" if record else "outputs") / name)
+
+
+def check_folder(path: Path) -> Path:
+    """A folder that can be made: refused before the work, not after it."""
+    above = next((part for part in (path, *path.parents) if part.exists()), path)
+    if above.exists() and not above.is_dir():
+        raise ValueError(f"{above} is a file, so nothing can be written in {path}; pass another --output")
+    return path
+
+
+def settings_from(pairs: list[str] | None) -> dict[str, Any]:
+    """Options given as `--set key=value`, their values read as YAML reads them: numbers, lists, true, null."""
+    found: dict[str, Any] = {}
+    for pair in pairs or []:
+        key, equals, text = pair.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"--set {pair} has no value; pass --set key=value, for example --set ratio=0.5")
+        found[key.strip()] = read_value(pair, text)
+    return found
+
+
+def read_value(pair: str, text: str) -> Any:
+    from shiva.core.needs import need
+
+    yaml = need("yaml", "metrics")
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"--set {pair} does not read as YAML; quote the value, as in --set key='[1, 2]'") from error
+
+
+def numbers(option: str, text: str, kind: type = float) -> tuple[Any, ...]:
+    """Numbers between commas, each once."""
+    try:
+        return tuple(dict.fromkeys(kind(part) for part in text.split(",") if part.strip()))
+    except ValueError as error:
+        whole = "whole number" if kind is int else "number"
+        raise ValueError(f"{option} {text} holds what is no {whole}; pass such as {option} 0,1") from error
+
+
+def use_threads(count: int | None) -> None:
+    if count is not None:
+        import torch
+
+        torch.set_num_threads(count)
+
+
+@contextlib.contextmanager
+def progress_line(shown: bool = True) -> Iterator[Callable[[str], None]]:
+    """What is being done, and since when; without a terminal, a line every ten seconds."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not shown:
+        yield lambda text: None
+        return
+    if not console.is_terminal:
+        last = [time.monotonic()]
+
+        def say(text: str) -> None:
+            if time.monotonic() - last[0] > 10:
+                last[0] = time.monotonic()
+                console.print(text, highlight=False, markup=False)
+
+        yield say
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, transient=True, console=console) as progress:
+        task = progress.add_task("preparing", total=None)
+        yield lambda text: progress.update(task, description=text)

@@ -1,0 +1,164 @@
+"""At the door: what a session may be attached to, what it refuses by name, and how it lives with others' hooks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diffusers.hooks import HookRegistry
+from torch import nn
+
+HOOK = "shiva"
+"""The name of our hooks in diffusers' registries."""
+
+REFUSED_HOOKS = {
+    "pyramid_attention_broadcast": "Pyramid Attention Broadcast",
+    "faster_cache_denoiser": "FasterCache",
+    "faster_cache_block": "FasterCache",
+    "taylorseer_cache": "TaylorSeer",
+}
+INNER_CACHES = {
+    "fbc_leader_block_hook": "FirstBlockCache",
+    "fbc_block_hook": "FirstBlockCache",
+    "mag_cache_leader_block_hook": "MagCache",
+    "mag_cache_block_hook": "MagCache",
+}
+"""Block-level caches, which work around pruned blocks but not inside them."""
+CACHE_DIT = "_original_forward"
+"""Where cache-dit keeps the forward that it wraps; it runs the blocks themselves, so it comes before `attach`."""
+ACCELERATE = "_old_forward"
+"""Where accelerate's hooks keep the forward that they wrap."""
+OFFLOADING = ("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading")
+
+
+def under_cache_dit(transformer: nn.Module) -> bool:
+    return hasattr(transformer, CACHE_DIT)
+
+
+def transformer_of(target: Any) -> nn.Module:
+    """The transformer of a pipeline, or the module itself, without a torch.compile wrapper."""
+    transformer = target if isinstance(target, nn.Module) else getattr(target, "transformer", None)
+    if transformer is None:
+        raise ValueError(f"{type(target).__name__} has no transformer; pass a DiT pipeline or its transformer")
+    return getattr(transformer, "_orig_mod", transformer)
+
+
+@dataclass(frozen=True)
+class Hooked:
+    """A module under our hook, with the forward that it had of its own and the one that the hook gave it."""
+
+    module: Any
+    own: Callable[..., Any] | None
+    given: Callable[..., Any]
+
+    def release(self) -> None:
+        """Take the hook off; whatever came before it or was put over it since stays."""
+        registry, over = HookRegistry.check_if_exists_or_initialize(self.module), self.module.forward
+        under = registry.get_hook(HOOK).fn_ref.original_forward
+        above = registry._fn_refs[registry._hook_order.index(HOOK) + 1 :][:1]
+        kept = [(ref, ref.forward, ref.original_forward) for ref in above]
+        registry.remove_hook(HOOK, recurse=False)
+        for ref, forward, original in kept:  # remove_hook takes a hook above with a forward of its own out of the way
+            ref.forward = under if forward is self.given else forward
+            ref.original_forward = under if original is self.given else original
+        if getattr(self.module, ACCELERATE, None) is self.given:
+            setattr(self.module, ACCELERATE, under)
+            self.module.forward = over
+        elif not registry.hooks and self.own is None:
+            self.module.__dict__.pop("forward", None)
+        if not registry.hooks:
+            del self.module._diffusers_hook
+
+
+def refuse_conflicts(transformer: nn.Module) -> None:
+    refuse_attention_caches(transformer)
+    for name, hook in hooks_of(transformer):
+        if hook in INNER_CACHES:
+            raise ValueError(
+                f"{INNER_CACHES[hook]} at {name} would see pruned tokens only; call "
+                "transformer.disable_cache(), attach first, then enable the cache again"
+            )
+    if any(offloads(getattr(module, "_hf_hook", None)) for module in transformer.modules()):
+        raise ValueError(
+            "CPU offload is on, and would drop the session after an image; call pipe.remove_all_hooks(), "
+            "attach first, then enable offload again"
+        )
+
+
+def refuse_attention_caches(transformer: nn.Module) -> None:
+    for name, hook in hooks_of(transformer):
+        if hook in REFUSED_HOOKS:
+            raise ValueError(
+                f"{REFUSED_HOOKS[hook]} caches attention outputs at {name}, which go wrong when the kept tokens "
+                "change; call transformer.disable_cache() first"
+            )
+
+
+def refuse_replaced(transformer: nn.Module, projections: Mapping[str, nn.Module]) -> None:
+    """Refuse a projection, known by its path, that another module has taken the place of since attach."""
+    for name, module in projections.items():
+        if transformer.get_submodule(name) is not module:
+            raise ValueError(
+                f"{name} was replaced after attach, as a LoRA does, which comes before the session: "
+                "detach(), load or unload it, then attach again"
+            )
+
+
+def hooks_of(transformer: nn.Module) -> Iterator[tuple[str, str]]:
+    """Names of all modules under diffusers' hooks, and of the hooks."""
+    for name, module in transformer.named_modules():
+        for hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}):
+            yield name or "the transformer", hook
+
+
+def offloads(hook: Any) -> bool:
+    """Whether an accelerate hook keeps weights elsewhere between calls."""
+    inner = getattr(hook, "hooks", (hook,))
+    return any(type(part).__name__ == "CpuOffload" or getattr(part, "offload", False) for part in inner)
+
+
+@contextlib.contextmanager
+def offloading_off(transformer: nn.Module) -> Iterator[None]:
+    """Hooks that load weights silenced for a while: on the meta device there is nothing to load."""
+    silenced: list[Any] = []
+    replaced: list[tuple[Any, Any]] = []
+    for module in transformer.modules():
+        if hasattr(module, ACCELERATE):
+            replaced.append((module, module.forward))
+            module.forward = getattr(module, ACCELERATE)
+        registry: Any = getattr(module, "_diffusers_hook", None)
+        silenced += [hook for name, hook in getattr(registry, "hooks", {}).items() if name in OFFLOADING]
+    for hook in silenced:
+        hook.fn_ref.pre_forward = lambda module, *args, **kwargs: (args, kwargs)
+        hook.fn_ref.post_forward = lambda module, output: output
+    try:
+        yield
+    finally:
+        for hook in silenced:
+            hook.fn_ref.pre_forward, hook.fn_ref.post_forward = hook.pre_forward, hook.post_forward
+        for module, forward in replaced:
+            module.forward = forward
+
+
+@contextlib.contextmanager
+def caches_off(transformer: nn.Module) -> Iterator[None]:
+    """Block-level caches taken off for a while: pricing calls blocks at other lengths, which a cache must not see."""
+    taken = []
+    for module in transformer.modules():
+        registry: Any = getattr(module, "_diffusers_hook", None)
+        for name in reversed(getattr(registry, "hooks", {}).copy()):
+            if name not in INNER_CACHES:
+                break
+            taken.append((registry, name, registry.hooks[name]))
+            registry.remove_hook(name, recurse=False)
+    ours: Any = HookRegistry.check_if_exists_or_initialize(transformer).get_hook(HOOK)
+    wrapped = ours.fn_ref.original_forward
+    ours.fn_ref.original_forward = getattr(transformer, CACHE_DIT, wrapped)
+    try:
+        yield
+    finally:
+        ours.fn_ref.original_forward = wrapped
+        for registry, name, hook in reversed(taken):
+            registry.register_hook(hook, name)

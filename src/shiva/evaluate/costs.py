@@ -1,0 +1,189 @@
+"""What a candidate costs and how far one step of it is from dense, on the dense model's own path."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shiva.api import attach
+from shiva.backbones.base import bind, parameter_names
+from shiva.bench.environment import environment
+from shiva.bench.latency import Timing, interleave
+from shiva.checkpoint import write_atomically
+from shiva.core.cost import Flops
+from shiva.evaluate.candidates import Candidate, slug
+from shiva.evaluate.images import Run
+from shiva.methods import Shiva
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one transformer call, a mean over a run's calls."""
+
+    gflops: float
+    """True FLOPs; the method's own small part is not counted."""
+    gflops_paper: float
+    """The paper's convention: linear layers as multiply-accumulates, attention as FLOPs."""
+    share: float
+    """True FLOPs as a share of dense."""
+    share_paper: float
+    one_step_mse: float
+    """Squared distance of the prediction to dense at the same noisy latents, over all steps."""
+    one_step_cosine: float
+
+
+@dataclass
+class Recording:
+    """The transformer calls of dense runs: what went in, what came out."""
+
+    calls: list[tuple[dict[str, Any], Tensor]]
+    dense: Flops
+    """Of one call."""
+
+
+@torch.no_grad()
+def record(run: Run, indices: Sequence[int], seed: int) -> Recording:
+    """Dense runs of some prompts, one after the other."""
+    pipe = run.pipe()
+    calls: list[tuple[dict[str, Any], Tensor]] = []
+    names = parameter_names(pipe.transformer)
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        calls.append(({**bind(names, args, kwargs), "return_dict": False}, output[0].detach()))
+
+    handle = pipe.transformer.register_forward_hook(note, with_kwargs=True)
+    try:
+        for index in indices:
+            run.draw(pipe, seed, [index], output_type="latent")
+    finally:
+        handle.remove()
+    with attach(pipe, Shiva(budget=1.0)) as session:
+        session.transformer(**calls[0][0])
+        return Recording(calls, session.summary().dense)
+
+
+@torch.no_grad()
+def replay(run: Run, candidate: Candidate, recording: Recording) -> Cost:
+    """A candidate on the very inputs that dense saw, in their order: its FLOPs, and the error of each single step."""
+    pipe, errors, cosines, steps = run.pipe(), [], [], []
+    with candidate.attached(pipe) as session:
+        for call, dense in recording.calls:
+            found = pipe.transformer(**call)[0]
+            errors.append(F.mse_loss(found.float(), dense.float()).item())
+            cosines.append(F.cosine_similarity(found.flatten(1).float(), dense.flatten(1).float()).mean().item())
+            if session is not None:
+                steps.append(session.stats[-1])
+        flops = recording.dense
+        if session is not None:
+            flops = dataclasses.replace(session.summary(), steps=steps).flops.scaled(1 / len(steps))
+    dense_flops = recording.dense
+    return Cost(
+        gflops=flops.true / 1e9,
+        gflops_paper=flops.paper / 1e9,
+        share=flops.true / dense_flops.true,
+        share_paper=flops.paper / dense_flops.paper,
+        one_step_mse=sum(errors) / len(errors),
+        one_step_cosine=sum(cosines) / len(cosines),
+    )
+
+
+class Prices:
+    """Costs of a run's candidates, kept beside its images."""
+
+    def __init__(self, run: Run, prompts: int = 4, seed: int = 0) -> None:
+        count = min(prompts, len(run.prompts))
+        self.run, self.seed = run, seed
+        self.indices = [round(place * (len(run.prompts) - 1) / max(1, count - 1)) for place in range(count)]
+        self._recording: Recording | None = None
+
+    @property
+    def recording(self) -> Recording:
+        if self._recording is None:
+            self._recording = record(self.run, self.indices, self.seed)
+        return self._recording
+
+    def of(self, name: str) -> Cost:
+        key = f"{self.run.key(name)} {self.indices} {self.seed}"
+        path = self.run.folder / "scores" / slug(name) / "cost.json"
+        known = read_cache(path, key)
+        if known is not None:
+            return Cost(**known)
+        cost = replay(self.run, self.run.candidates[name], self.recording)
+        write_cache(path, key, asdict(cost))
+        return cost
+
+    def share(self, candidate: Candidate) -> float:
+        """True FLOPs as a share of dense, of a candidate that is being looked for."""
+        return replay(self.run, candidate, self.recording).share
+
+
+def machine(device: torch.device) -> str:
+    """What a time depends on beside the work."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else environment()["cpu"]
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds of one image."""
+
+    median: float
+    spread: float
+    """Half the distance between the quartiles."""
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} ± {self.spread:.2g}" if self.spread else f"{self.median:.3g}"
+
+
+def latency(
+    run: Run,
+    names: Sequence[str],
+    rounds: int,
+    device: str,
+    progress: Callable[[str], None] = lambda name: None,
+) -> dict[str, Latency]:
+    """Time of an image of each candidate, all in turns in one go; on a busy machine only their ratios mean much."""
+    key = f"{[(name, run.key(name)) for name in names]} {rounds} {machine(torch.device(device))}"
+    path = run.folder / "scores" / "seconds.json"
+    known = read_cache(path, key)
+    if known is None:
+        timings = in_turns(run, names, rounds, progress)
+        known = {name: {"median": t.median, "spread": t.spread * t.median} for name, t in timings.items()}
+        write_cache(path, key, known)
+    return {name: Latency(**seconds) for name, seconds in known.items()}
+
+
+def in_turns(run: Run, names: Sequence[str], rounds: int, progress: Callable[[str], None]) -> dict[str, Timing]:
+    """Each candidate has the one pipeline to itself while its turn lasts: adapters are folded into its weights."""
+    pipe = run.pipe()
+    with contextlib.ExitStack() as turn:
+
+        def prepare(name: str) -> Callable[[], Any]:
+            turn.close()
+            turn.enter_context(run.candidates[name].attached(pipe))
+            run.draw(pipe, 0, [0])  # what a session prepares once is no part of an image
+            return functools.partial(run.draw, pipe, 0, [0])
+
+        return interleave({name: functools.partial(prepare, name) for name in names}, rounds, progress=progress)
+
+
+def read_cache(path: Path, key: str) -> Any:
+    """A figure that was measured before under the same key; None otherwise."""
+    if not path.is_file():
+        return None
+    content = json.loads(path.read_text())
+    return content["found"] if content["key"] == key else None
+
+
+def write_cache(path: Path, key: str, found: Any) -> None:
+    write_atomically(path, json.dumps({"key": key, "found": found}, indent=1).encode() + b"\n")

@@ -1,0 +1,221 @@
+"""Images of a pipeline: loading it, one call of it, and whole runs of it under several candidates."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import hashlib
+import inspect
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from diffusers import DiffusionPipeline
+
+from shiva.core import options
+from shiva.core.trace import Trace
+from shiva.cost import Summary
+from shiva.evaluate.candidates import Candidate
+from shiva.session import Session
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def quiet() -> None:
+    """The libraries' own bars and notices would hide the result."""
+    for library in (diffusers.utils.logging, transformers.utils.logging):
+        library.set_verbosity_error()
+        library.disable_progress_bar()
+
+
+def check_device(name: str) -> str:
+    """A device that this machine has; an error says which do exist."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0].partition(" device type at start")[0]
+        raise ValueError(f"--device {name} is not here ({reason}); pass cpu, or cuda where there is a GPU") from error
+    return str(device)
+
+
+# -- loading ---------------------------------------------------------------------------------------------
+
+
+def load_pipeline(model: str | Path, dtype: str = "float32", without: Sequence[str] = ()) -> Any:
+    """A diffusers pipeline from a folder or hub id, some components left out; an error says what to do."""
+    options.choice("dtype", dtype, DTYPES)
+    if not Path(model).is_dir() and Path(model).exists():
+        raise ValueError(f"{model} is a file; pass the pipeline's folder or a hub id")
+    try:
+        pipe = DiffusionPipeline.from_pretrained(model, dtype=getattr(torch, dtype), **dict.fromkeys(without))
+    except Exception as error:
+        raise ValueError(
+            f"{model} does not load as a diffusers pipeline ({type(error).__name__}: {error}); "
+            "if files are missing or damaged, restore them (git checkout, or download again)"
+        ) from error
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def hints(model: str | Path) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """What a model says of itself: components to load it without, and arguments of each call.
+
+    A third text encoder without layers, as the embedded model's, only stands where diffusers asks for one. Without it
+    a prompt is 16 tokens, the form that model was trained on, instead of 16 and 256 empty ones.
+    """
+    config = Path(model) / "text_encoder_3" / "config.json"
+    if config.is_file() and json.loads(config.read_text()).get("num_layers") == 0:
+        return ("text_encoder_3", "tokenizer_3"), {"max_sequence_length": 0}
+    return (), {}
+
+
+def load_with_arguments(model: str | Path, dtype: str = "float32", device: str = "cpu") -> tuple[Any, dict[str, Any]]:
+    """A pipeline on its device, and what each call of it should be given."""
+    without, arguments = hints(model)
+    return load_pipeline(model, dtype, without).to(check_device(device)), arguments
+
+
+# -- one call --------------------------------------------------------------------------------------------
+
+
+def noise_seed(seed: int, index: int) -> int:
+    """The seed of an image's noise: the same for every candidate, another for every seed and prompt.
+
+    The prompt's place for seed 0; for others a hash, as torch's generator takes no more than the lowest 32 bits.
+    """
+    if seed == 0:
+        return index
+    return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:4], "big")
+
+
+def draw(
+    pipe: Any, prompts: Sequence[str], seed: int, places: Sequence[int], steps: int, guidance: float, **arguments: Any
+) -> list[Any]:
+    """One call of the pipeline; `places` are the prompts' numbers in their set, which decide their noise."""
+    return pipe(
+        **subjects(pipe, prompts),
+        num_inference_steps=steps,
+        guidance_scale=guidance,
+        generator=[torch.Generator().manual_seed(noise_seed(seed, place)) for place in places],
+        **{name: value for name, value in arguments.items() if value is not None},
+    ).images
+
+
+def accepted(pipe: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments as they are; an error names one that this pipeline does not take."""
+    for name, value in asked.items():
+        if name not in inspect.signature(pipe.__call__).parameters:
+            raise ValueError(f"{type(pipe).__name__} takes no {name}={value!r}; leave it out")
+    return dict(asked)
+
+
+def subjects(pipe: Any, prompts: Sequence[str]) -> dict[str, Any]:
+    """The argument that tells a pipeline what to draw: prompts, or numbers of classes where it has those (DiT)."""
+    if "class_labels" not in inspect.signature(pipe.__call__).parameters:
+        return {"prompt": list(prompts)}
+    return {"class_labels": [class_number(pipe, prompt) for prompt in prompts]}
+
+
+def class_number(pipe: Any, prompt: str) -> int:
+    """A class by its number or its name."""
+    names: dict[str, int] = getattr(pipe, "labels", {})
+    classes = pipe.transformer.config.num_embeds_ada_norm
+    if prompt.isdecimal() and int(prompt) < classes:
+        return int(prompt)
+    if prompt not in names:
+        nearest = difflib.get_close_matches(prompt, names, n=1)
+        name = f", or its name (did you mean {nearest[0]!r}?)" if nearest else ""
+        raise ValueError(f"{prompt!r} is no class of this pipeline; pass a number from 0 to {classes - 1}{name}")
+    return names[prompt]
+
+
+@contextlib.contextmanager
+def stepping(scheduler: Any, tick: Callable[[int], None]) -> Iterator[None]:
+    """Tell each step of a run by its number; every pipeline has a scheduler, but not all a callback."""
+    step, numbers = scheduler.step, itertools.count()
+
+    @functools.wraps(step)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        tick(next(numbers))
+        return result
+
+    scheduler.step = counted
+    try:
+        yield
+    finally:
+        del scheduler.step
+
+
+# -- runs of several candidates --------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """Images of one candidate, its time a round, and what it spared."""
+
+    images: list[Any]
+    seconds: list[float]
+    summary: Summary | None
+    trace: Trace | None = None
+    """What the last round chose, where it was asked for."""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def generate(
+    pipe: Any,
+    prompts: Sequence[str],
+    candidates: Mapping[str, Candidate],
+    *,
+    steps: int,
+    guidance: float,
+    seed: int,
+    first: int = 0,
+    rounds: int = 1,
+    batch: int | None = None,
+    trace: bool = False,
+    progress: Callable[[str, int], None] = lambda name, step: None,
+    **arguments: Any,
+) -> dict[str, Outcome]:
+    """Run every candidate on the same prompts and noise, in turns; the same seed gives the same images.
+
+    A call holds `batch` prompts, or all of them; some methods share choices over a call. The summary is of the last.
+    `first` is the first prompt's place in a longer list, of which these are a part.
+    """
+    size = batch or len(prompts)
+    outcomes: dict[str, Outcome] = {}
+    for _ in range(rounds):
+        for name, candidate in candidates.items():
+            with candidate.attached(pipe) as session, tracing(session, trace) as seen:
+                start = time.perf_counter()
+                images = []
+                for place in range(0, len(prompts), size):
+                    called = prompts[place : place + size]
+                    places = range(first + place, first + place + len(called))
+                    with stepping(pipe.scheduler, functools.partial(progress, name)):
+                        images += draw(pipe, called, seed, places, steps, guidance, **arguments)
+                seconds = time.perf_counter() - start
+                summary = None if session is None else session.summary()
+            if name in outcomes:
+                outcomes[name].seconds.append(seconds)
+                outcomes[name].trace = seen
+            else:
+                outcomes[name] = Outcome(images, [seconds], summary, seen)
+    return outcomes
+
+
+def tracing(session: Session | None, wanted: bool) -> contextlib.AbstractContextManager[Trace | None]:
+    return session.trace() if session is not None and wanted else contextlib.nullcontext()

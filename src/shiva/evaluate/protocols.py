@@ -1,0 +1,112 @@
+"""Protocols, each one function: who takes part, which images it needs, which tables it fills.
+
+These two are for any model; a checkout has those of the paper's tables too (`reproduce/protocols.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from shiva.bench.table import Table
+from shiva.core.options import REFUSALS
+from shiva.evaluate import tables
+from shiva.evaluate.candidates import DENSE, Candidate
+from shiva.evaluate.checkout import reproduce
+from shiva.evaluate.evaluation import Comparison, Evaluation
+from shiva.evaluate.images import Run
+from shiva.evaluate.match import matched
+
+
+class Found(NamedTuple):
+    """What a protocol found out."""
+
+    tables: list[Table]
+    """For people."""
+    figures: dict[str, Any]
+    """The same, for programs."""
+    detail: str = ""
+    """What its file's name has after the protocol's, where one protocol fills several."""
+
+
+Protocol = Callable[[Evaluation], Found | None]
+
+
+def compared(evaluation: Evaluation, protocol: str, run: Run, seeds: tuple[int, ...], least: int = 1) -> Comparison:
+    """The protocol's candidates with all their images; an error if too few of them can run."""
+    wanted = evaluation.candidates.of(protocol)
+    names = evaluation.complete(run, wanted, seeds)
+    absent = {name: run.skipped[name] for name in wanted if name not in names}
+    if len(names) < least:
+        reasons = "; ".join(f"{name}: {why}" for name, why in absent.items())
+        raise ValueError(f"--protocol {protocol} needs {least} candidates, {len(names)} can run here ({reasons})")
+    return Comparison(run, names, seeds, absent)
+
+
+def main(evaluation: Evaluation) -> Found | None:
+    """All methods: quality, FLOPs, latency, speed-up."""
+    return overview(evaluation, "main", "Quality of every method")
+
+
+def overview(evaluation: Evaluation, protocol: str, title: str) -> Found | None:
+    shown = compared(evaluation, protocol, evaluation.run(), evaluation.seeds)
+    if not evaluation.workers.main:
+        return None
+    quality, figures = tables.quality(evaluation, shown, title)
+    costs, prices = tables.costs(evaluation, shown)
+    return Found([quality, costs], {"quality": figures, "cost": prices})
+
+
+def match(evaluation: Evaluation) -> Found | None:
+    """Every method at the same true FLOPs: quality, cost, and where the first candidate stands."""
+    run, names = evaluation.run(), [name for name in evaluation.candidates.of("matched") if name != DENSE]
+    if not names:
+        raise ValueError(f"--protocol matched needs a candidate beside {DENSE}; name some in --methods")
+    able = run.claim(names)
+    target, turned, refused = evaluation.workers.found_by_main(lambda: search(evaluation, run, names[0], able))
+    run.candidates |= dict(turned.values())
+    wanted = {named: name for name, (named, _) in turned.items()}
+    whole = evaluation.complete(run, list(wanted), evaluation.seeds)
+    if not evaluation.workers.main:
+        return None
+    failed = {name: run.skipped[named] for named, name in wanted.items() if named not in whole}
+    absent = {name: why for name in names if (why := {**run.skipped, **refused, **failed}.get(name))}
+    reduced = Comparison(run, whole, evaluation.seeds, absent)
+    shown = dataclasses.replace(reduced, names=[*([DENSE] if DENSE in run.candidates else []), *whole])
+    quality, figures = tables.quality(evaluation, shown, f"Every method at {target:.1%} of dense FLOPs")
+    costs, prices = tables.costs(evaluation, shown)
+    filled, found = [quality, costs], {"target": target, "quality": figures, "cost": prices}
+    if whole and wanted[whole[0]] == names[0]:
+        verdict, found["verdict"] = tables.verdict(evaluation, reduced)
+        filled.insert(0, verdict)
+    return Found(filled, found, f"{100 * target:.1f}".removesuffix(".0"))
+
+
+def search(
+    evaluation: Evaluation, run: Run, aim: str, names: list[str]
+) -> tuple[float, dict[str, tuple[str, Candidate]], dict[str, str]]:
+    """The share of dense FLOPs to match, who was turned to it under which name, and why others could not be."""
+    target = evaluation.target
+    if target is None:
+        if aim not in names:
+            raise ValueError(f"{aim} gives the FLOPs to match, but {run.skipped[aim]}; or pass --flops SHARE")
+        target = evaluation.prices(run).of(aim).share
+    turned: dict[str, tuple[str, Candidate]] = {}
+    refused: dict[str, str] = {}
+    for name in names:
+        evaluation.progress(f"{name}: finding {target:.1%} of dense FLOPs")
+        asis, stays = run.candidates[name], name == aim and evaluation.target is None
+        try:
+            found = asis if stays else matched(evaluation.prices(run, 1), name, target)
+        except REFUSALS as error:
+            refused[name] = str(error)
+            continue
+        turned[name] = (name if found == asis else f"{name} at {target:.1%}"), found
+    return target, turned, refused
+
+
+def protocols() -> dict[str, Protocol]:
+    """By name: the paper's in a checkout, with ours among them; else ours."""
+    papers = reproduce("protocols")
+    return {"main": main, "matched": match} if papers is None else papers.PROTOCOLS

@@ -1,0 +1,117 @@
+"""How many tokens a layer keeps: the first answer of a pruner, settled before a step starts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shiva.core.context import StepContext
+from shiva.core.method import BackboneSpec, MethodConfig
+from shiva.core.options import Count, Ratio
+from shiva.ops.schedule import RatioSchedule
+
+DEFAULT = 0.6
+"""Mean keep of a pruner that was given no budget and has no trained table."""
+
+
+@dataclass(frozen=True)
+class CountOptions(MethodConfig):
+    """Options of the methods that keep a share of the tokens by layer and step."""
+
+    budget: Ratio | None = None
+    """Mean share of image tokens kept over reduced layers and steps; None leaves a trained table as it is."""
+    flops: Ratio | None = None
+    """Instead of a budget: true FLOPs of the run as a share of dense."""
+    bucket: Count | None = None
+    """Round token counts to this multiple, holding their mean; fewer distinct shapes to compile."""
+
+    knob: ClassVar = "budget"
+    either: ClassVar = frozenset({"budget", "flops"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.budget is not None and self.flops is not None:
+            raise ValueError(f"budget={self.budget} and flops={self.flops} exclude each other; pass one")
+
+
+class Table:
+    """A schedule of ratios, brought to the budget at each run's own timesteps."""
+
+    def __init__(self, config: CountOptions, spec: BackboneSpec, dense: Collection[int]):
+        self.config, self.spec = config, spec
+        self.schedule = RatioSchedule.flat(self.target, spec.layers, sorted(dense))
+        self._tables: dict[Hashable, list[list[int]]] = {}
+
+    @property
+    def target(self) -> float:
+        return DEFAULT if self.config.budget is None else self.config.budget
+
+    def turn(self, config: CountOptions) -> None:
+        self.config = config
+        self._tables.clear()
+
+    def set(self, schedule: RatioSchedule) -> None:
+        """Use another table, as a policy compiles to one."""
+        if schedule.layers != self.spec.layers:
+            raise ValueError(f"the schedule is for {schedule.layers} layers; {self.spec.name} has {self.spec.layers}")
+        self.schedule = schedule
+        self._tables.clear()
+
+    def __call__(
+        self, ctx: StepContext, timesteps: list[float] | None, dense_step: Callable[[int, StepContext], bool]
+    ) -> tuple[int, ...]:
+        """Tokens each layer keeps at this step; `dense_step` says which steps of the run see all tokens."""
+        key = (ctx.layout, ctx.first, None if timesteps is None else tuple(timesteps))
+        if key not in self._tables:
+            self._tables[key] = self._table(ctx, timesteps, dense_step)
+        table = self._tables[key]
+        if timesteps is None and dense_step(ctx.step, ctx):
+            return (ctx.tokens,) * self.spec.layers
+        return tuple(table[ctx.step if timesteps is not None else self.schedule.row(ctx.timestep)])
+
+    def _table(
+        self,
+        ctx: StepContext,
+        timesteps: Sequence[float] | None,
+        dense_step: Callable[[int, StepContext], bool],
+    ) -> list[list[int]]:
+        """Counts for a run: the schedule at the timesteps of its reduced steps, brought to the budget there."""
+        whole = [ctx.tokens] * self.spec.layers
+        if timesteps is None:
+            return self._counts(self._at_budget(self.schedule, 0, 0, ctx), ctx.tokens)
+        steps = range(ctx.first, len(timesteps))
+        reduced = [step for step in steps if not dense_step(step, ctx)]
+        table = [whole] * len(timesteps)
+        if reduced:
+            schedule = self.schedule.resample([timesteps[step] for step in reduced])
+            schedule = self._at_budget(schedule, len(steps), len(steps) - len(reduced), ctx)
+            for step, counts in zip(reduced, self._counts(schedule, ctx.tokens), strict=True):
+                table[step] = counts
+        return table
+
+    def _counts(self, schedule: RatioSchedule, tokens: int) -> list[list[int]]:
+        return schedule.bucket(self.config.bucket, tokens) if self.config.bucket else schedule.counts(tokens)
+
+    def _at_budget(self, schedule: RatioSchedule, steps: int, dense: int, ctx: StepContext) -> RatioSchedule:
+        """The schedule of the reduced steps, such that a run with some dense steps meets its target as a whole."""
+        if self.config.budget is not None:
+            return schedule.shift(left_over(self.config.budget, steps, dense))
+        if self.config.flops is not None:
+            return schedule.shift(flops=left_over(self.config.flops, steps, dense), cost=ctx.cost())
+        return schedule
+
+
+def left_over(target: float, steps: int, dense: int) -> float:
+    """The share that reduced steps may take so that a run with some dense steps still meets its target."""
+    if dense in (0, steps):
+        return target
+    left = (target * steps - dense) / (steps - dense)
+    if left > 0:
+        return left
+    warnings.warn(
+        f"a share of {target} cannot be met in {steps} steps of which {dense} are dense; the others run at {target}",
+        stacklevel=2,
+    )
+    return target

@@ -1,0 +1,226 @@
+"""A pruner is three answers: how many tokens a block runs on, which, and what the others get."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor, nn
+
+from shiva.core.context import StepContext
+from shiva.core.method import BackboneSpec, GuidancePolicy, Method, Place, Run, run_reduced, unify_guidance
+from shiva.core.options import NotNegative, Whole
+from shiva.core.reduction import Reduction, Streams
+from shiva.core.trainable import Trainable
+from shiva.methods.fills import FillRun, check_layers
+from shiva.methods.fresh_keys import INSIDE, Fresh, around_block, around_inside, check_fresh
+from shiva.methods.scores import Lattice, Router, RouterOptions, Score, ScoreStep, full_precision
+from shiva.methods.shortcut import ShortcutOptions
+from shiva.ops.fill import with_age
+from shiva.ops.lattice import cover_bonus
+from shiva.ops.topk import hard_topk
+
+SHORTCUT = "shortcut."
+"""How the names of the fill's own weights begin."""
+Attends = Literal["selected", "all"]
+
+
+@dataclass(frozen=True)
+class PrunerOptions(ShortcutOptions):
+    """Options of every method that picks a block's tokens by score."""
+
+    dense: tuple[Whole, ...] = (0,)
+    """Layers that always see all tokens; the paper bypasses the first."""
+    guidance: GuidancePolicy = "max"
+    """How the two guidance halves agree on tokens: the elementwise maximum of scores in the paper."""
+    age: float = 0.0
+    """Bonus of each step a token has waited, in deviations of the scores; with cached updates it avoids staleness."""
+    cover: NotNegative = 0.0
+    """Bonus of an even cover of the grid, over layers and steps, in deviations of the scores; 0 has none."""
+    attends: Attends = "selected"
+    """What the selected attend to: selected (the paper), or all: by the keys and values that the others last had if
+    their updates are cached, by fresh ones of all tokens otherwise."""
+
+
+@dataclass
+class PrunerStep(ScoreStep):
+    """What a pruner keeps for the sites of one step."""
+
+    indices: dict[int, Tensor] = field(default_factory=dict)  # layer -> (B, k)
+    fresh: Fresh | None = None
+    """Inside a block whose keys are made anew."""
+
+
+def choose_once(known: dict[int, Tensor], layer: int, policy: GuidancePolicy, ctx: StepContext) -> Tensor | None:
+    """A layer's tokens (B, k) where a step's first call has chosen them for the others too."""
+    return known.get(layer) if ctx.branch and policy != "per-sample" else None
+
+
+class Pruner(Method):
+    """Runs a block on the k best tokens. A subclass sets `score`, and says how many in `plan`."""
+
+    sites = frozenset({"block", "keys"})
+    config: PrunerOptions
+    new_run = FillRun
+    new_step = PrunerStep
+    score: Score
+
+    def __init__(self, config: PrunerOptions, spec: BackboneSpec, *, tracks_age: bool = False):
+        super().__init__(config, spec)
+        check_layers("dense", config.dense, spec)
+        self.fill = config.make_fill(spec, tracks_age or bool(config.age))
+        self.shortcut = self.fill.weights
+        self.needs_sigma = self.shortcut is not None
+        self.guidance = config.guidance
+        self.age_weight = config.age
+        self.whole_keys = config.attends == "all"
+        self.fresh_keys = self.whole_keys and not self.fill.caches
+        if self.fresh_keys:
+            self.sites = self.sites | INSIDE
+        self.requires = frozenset({"block", "keys"}) if self.whole_keys else frozenset({"block"})
+
+    @property
+    def recordable(self) -> bool:  # type: ignore[override]
+        return not (self.fill.caches or self.fill.tracks_age or self.score.drawn or self.config.cover)
+
+    def dense_layers(self) -> Collection[int]:
+        """Layers that always see all tokens."""
+        return self.config.dense
+
+    def selects(self, site: Place) -> bool:
+        if site.layer in self.dense_layers():
+            return False
+        if self.fresh_keys:
+            check_fresh(site, self.spec.name)
+            return True
+        return site.kind == "block" or (site.kind == "keys" and self.keeps_keys(site.layer))
+
+    def keeps_keys(self, layer: int) -> bool:
+        return self.whole_keys and self.fill.keeps_keys(layer)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Weights of this method under any fill: a shortcut that they lack stays as it is, one too many is left."""
+        own = {name: value for name, value in self.state_dict().items() if name.startswith(SHORTCUT)}
+        given = {name: value for name, value in state_dict.items() if name in own or not name.startswith(SHORTCUT)}
+        return super().load_state_dict({**own, **given}, *args, **kwargs)
+
+    def begin_step(self, ctx: StepContext) -> None:
+        """Settle the scores that look at no token, where nothing is compiled or recorded."""
+        if self.score.drawn and ctx.now.drawn is None:
+            ctx.now.drawn = self.score.draw(ctx.layout, ctx.step, self.spec.layers)
+        if self.config.cover and ctx.now.cover is None:
+            turn = ctx.explore.step + ctx.explore.index if self.training else ctx.step
+            ctx.now.cover = Lattice().draw(ctx.layout, turn, self.spec.layers)
+
+    def own_flops(self, ctx: StepContext, counts: Sequence[float]) -> float:
+        return self.fill.flops(counts, ctx.tokens)
+
+    # -- which ---------------------------------------------------------------------------------------
+
+    def scores(self, x: Tensor, site: Place, ctx: StepContext) -> Tensor:
+        """Scores (B, N) of tokens x (B, N, D): higher is computed."""
+        with ctx.phase("router"):
+            scores = self.score(x, site, ctx)
+        if ctx.trace is not None:
+            ctx.trace.scores[ctx.step, site.layer] = scores.detach()
+        return scores.to(x.device)
+
+    def choose(self, x: Tensor, site: Place, ctx: StepContext) -> Tensor:
+        """Indices (B, k) of the tokens a layer runs on."""
+        scores = unify_guidance(self.scores(x, site, ctx), self.guidance, ctx)
+        with ctx.phase("sort"):
+            if self.age_weight:
+                scores = with_age(scores, self.fill.age_of(x, site, ctx), self.age_weight)
+            return hard_topk(self.covered(scores, site, ctx), ctx.counts[site.layer])
+
+    def covered(self, scores: Tensor, site: Place, ctx: StepContext) -> Tensor:
+        """Scores (B, N) with the bonus of an even cover, where it is asked for."""
+        now: PrunerStep = ctx.now
+        if now.cover is None:
+            return scores
+        return cover_bonus(scores, now.cover[site.layer].to(scores.device), self.config.cover)
+
+    def indices(self, x: Tensor, site: Place, ctx: StepContext) -> Tensor:
+        """The tokens a layer runs on; under sequential guidance the second call of a step takes the first's."""
+        now: PrunerStep = ctx.now
+        chosen = choose_once(now.indices, site.layer, self.guidance, ctx)
+        now.indices[site.layer] = self.choose(x, site, ctx) if chosen is None else chosen
+        return now.indices[site.layer]
+
+    # -- one block -----------------------------------------------------------------------------------
+
+    def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
+        if ctx.counts[site.layer] >= x.shape[1] or not self.fill.ready(x, site, ctx):
+            return None
+        reduction = self.fill(self.indices(x, site, ctx), x, site, ctx)
+        return replace(reduction, whole_keys=self.whole_keys and self.fill.in_this(ctx).keeps_keys(site.layer))
+
+    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+        if self.fresh_keys and site.kind != "block":
+            return around_inside(run, x, site, ctx)
+        if site.kind == "keys":
+            made = run(x, None)
+            chosen = ctx.now.indices.get(site.layer)
+            return made._replace(image=self.fill.all_keys(made.image, chosen, site, ctx))
+        reduction = self.reduction(x, site, ctx)
+        if reduction is not None:
+            run_block = around_block if self.fresh_keys else run_reduced
+            return run_block(run, reduction, x, base, ctx)
+        out = run(x, None)
+        if not self.training:
+            self.fill.refresh(out.image, base, site, ctx)
+        return out
+
+
+@dataclass(frozen=True)
+class RoutedOptions(RouterOptions, PrunerOptions):
+    """Options of the pruners that learn which tokens to run."""
+
+    fixed: ClassVar = RouterOptions.fixed | ShortcutOptions.fixed
+
+
+class RoutedPruner(Pruner, Trainable):
+    """A pruner whose score is a trained router."""
+
+    needs_signals = True
+    gates_inputs: bool = True
+    """Whether its gradient estimator scales what selected tokens bring into a block."""
+    config: RoutedOptions
+
+    def __init__(self, config: RoutedOptions, spec: BackboneSpec):
+        super().__init__(config, spec, tracks_age="age" in config.signals)
+        self.routers = config.make_routers(spec)
+        self.score = Router(self.routers, self.fill if "age" in config.signals else None)
+        self.needs_updates = self.needs_earlier = self.fill.caches
+
+    def groups(self) -> dict[str, list[nn.Parameter]]:
+        fill = {} if self.shortcut is None else {"fill": list(self.shortcut.parameters())}
+        return {"router": list(self.routers.parameters()), **fill}
+
+    def begin_step(self, ctx: StepContext) -> None:
+        if self.training and self.whole_keys and (self.gates_inputs or not self.fresh_keys):
+            raise ValueError(
+                "attends='all' is for inference, unless no update is cached and the estimator gates outputs; train "
+                "with attends='selected', then pass it to attach"
+            )
+        super().begin_step(ctx)
+
+    def training_scores(self, x: Tensor, age: Tensor, site: Place, ctx: StepContext) -> Tensor:
+        """Scores (B, N) with their gradient. Checkpointing runs a block twice: each pass makes its own context."""
+        with ctx.phase("router"), full_precision(x.device, self.training):
+            waited = age if "age" in self.config.signals else None
+            scores = self.routers(x, ctx.time_embedding, ctx.prompt, site.layer, None, waited)
+        if ctx.trace is not None:
+            ctx.trace.scores[ctx.step, site.layer] = scores.detach()
+        return self.covered(scores, site, ctx)
+
+    def training_reduction(self, x: Tensor, age: Tensor, site: Place, ctx: StepContext) -> Reduction:
+        """The reduction of a training step, through which scores learn; `age` (B, N) is how long tokens waited."""
+        raise NotImplementedError
+
+    def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
+        if not self.training:
+            return super().reduction(x, site, ctx)
+        age = self.fill.simulated_age(x, ctx.counts[site.layer] / x.shape[1], ctx)
+        return self.training_reduction(x, age, site, ctx)

@@ -1,0 +1,80 @@
+"""The fill of few steps: a small regression of each layer, and what computed neighbours tell beyond it.
+
+It keeps nothing from step to step, so it serves runs of any length from their first step on. `shiva fit` solves the
+regressions from a few dense runs; before that they add nothing, and the neighbours' mean update is what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shiva.core.context import StepContext
+from shiva.core.method import BackboneSpec, Place
+from shiva.core.options import Count, Positive, Whole
+from shiva.core.reduction import Reduction
+from shiva.methods.fills import FILLS, Fill, FillOptions
+from shiva.ops.fill import FillFrom
+from shiva.ops.shortcut import SPREAD, Lin, Parts, Shortcut, fill_updates, shortcut_fill, shortcut_flops
+
+
+@dataclass(frozen=True)
+class ShortcutOptions(FillOptions):
+    """Options of `fill="shortcut"`."""
+
+    rank: Count = 32
+    """Rank of each layer's regression."""
+    degree: Whole = 1
+    """Highest power of the noise level in the regression; 0 knows nothing of it."""
+    spread: Positive = SPREAD
+    """Deviation, in tokens, of the weights of computed neighbours."""
+    parts: Parts = "both"
+    """What a skipped token gets: both, or for ablations lin, neighbours, mean (of all computed) or identity."""
+
+    fixed: ClassVar = frozenset({"rank", "degree"})
+    fills: ClassVar = (*FillOptions.fills, "shortcut")
+
+
+class ShortcutFill(Fill):
+    """A regression on the token's own value, and the residual of computed neighbours."""
+
+    config: ShortcutOptions
+    weights: Shortcut
+
+    def __init__(self, config: ShortcutOptions, spec: BackboneSpec, tracks_age: bool = False):
+        super().__init__(config, spec, tracks_age)
+        self.weights = Shortcut(spec.layers, spec.width, min(config.rank, spec.width), config.degree)
+
+    def lin(self, layer: int, ctx: StepContext) -> Lin:
+        assert ctx.sigma is not None
+        return self.weights.at(layer, ctx.sigma)
+
+    def of(self, indices: Tensor, x: Tensor, site: Place, ctx: StepContext) -> Reduction:
+        lin, config = self.lin(site.layer, ctx), self.config
+        return shortcut_fill(indices, x, lin, ctx.layout.shape, config.spread, config.parts)
+
+    def from_selected(self, indices: Tensor, x: Tensor, age: Tensor, layer: int, ctx: StepContext) -> FillFrom | None:
+        lin, config = self.lin(layer, ctx), self.config
+        every = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
+        return lambda updates: fill_updates(
+            updates,
+            x,
+            indices,
+            every,
+            lin,
+            ctx.layout.shape,
+            config.spread,
+            config.parts,
+        )
+
+    def flops(self, counts: Sequence[float], tokens: int) -> float:
+        _, terms, width, rank = self.weights.down.shape
+        reduced = (count for count in counts if count < tokens)
+        return sum(shortcut_flops(tokens, count, width, rank, terms - 1) for count in reduced)
+
+
+FILLS["shortcut"] = ShortcutFill

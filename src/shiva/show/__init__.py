@@ -1,0 +1,1 @@
+"""What people look at: the demo, the server, the report page, and the figures on them."""

@@ -1,0 +1,235 @@
+"""`shiva serve`: drag the budget and see what it costs. Needs gradio, the extra `serve`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import ipaddress
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.console import Console
+
+from shiva.checkpoint import ShivaCheckpoint
+from shiva.core.needs import need
+from shiva.evaluate.drawing import load_with_arguments, quiet
+from shiva.show import figures
+from shiva.show.studio import BUDGETS, LONGEST_PROMPT, SEEDS, STEPS, UNTRAINED, Drawn, Request, Studio, whole_number
+from shiva.show.style import encode
+
+SIDE = 384
+"""Pixels of an image on the page; small ones are enlarged alike."""
+WAITING = 16
+"""Drawings in the queue; more are turned away. Tables and masks do not wait behind them."""
+KEPT = (600, 3600)
+"""Seconds between looks at the image files that gradio keeps, and the age at which they go."""
+TABLE = "share of tokens kept at this budget"
+SYSTEM_FONTS = ("system-ui", "sans-serif")
+CSS = """
+footer { display: none !important; }
+#figures table { width: 100%; } #figures th, #figures td { border-color: #8886 !important; }
+"""
+
+
+def run_server(
+    model: str, checkpoint: str | None, guidance: float, device: str, dtype: str, host: str, port: int, steps: int
+) -> None:
+    """Open a page that draws a prompt dense and reduced, side by side; until Ctrl-C."""
+    need_gradio()
+    quiet()
+    source = UNTRAINED if checkpoint is None else ShivaCheckpoint.from_pretrained(checkpoint)
+    pipe, arguments = load_with_arguments(model, dtype, device)
+    studio = Studio(pipe, source, guidance, **arguments)
+    about = "nothing trained: a moving band, cached updates" if checkpoint is None else f"checkpoint {checkpoint}"
+    page = build(studio, f"Shiva on {Path(model).name}", about, steps)
+    Console().print(f"open http://{host}:{port} ; stop with Ctrl-C")
+    try:
+        launch(page, host, port)
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}:{port} ({error}); pass another --port or --host") from error
+
+
+def need_gradio() -> Any:
+    """Gradio, told beforehand to call nobody."""
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    return need("gradio", "serve")
+
+
+def launch(page: Any, host: str, port: int, wait: bool = True) -> str:
+    """Serve a page; its address."""
+    gradio = need_gradio()
+    theme = gradio.themes.Base(primary_hue="orange", font=SYSTEM_FONTS, font_mono=("ui-monospace", "monospace"))
+    page.queue(max_size=WAITING, api_open=False, default_concurrency_limit=1)
+    _, address, _ = page.launch(
+        server_name=host,
+        server_port=port,
+        share=False,
+        show_error=True,
+        quiet=True,
+        ssr_mode=False,
+        prevent_thread_lock=not wait,
+        theme=theme,
+        css=CSS,
+        footer_links=[],
+        max_file_size="1kb",
+        enable_monitoring=False,
+        app_kwargs={"middleware": [(OwnPagesOnly, (host,), {})]},
+    )
+    return address
+
+
+class OwnPagesOnly:
+    """Refuses requests under another name than ours: a page elsewhere may have had its name point here (rebinding).
+
+    Ours are localhost, the address we listen on and, where that is all of them, any address in numbers.
+    """
+
+    def __init__(self, app: Any, host: str) -> None:
+        self.app, self.host = app, host
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope.get("headers", ())}
+        origin = headers.get("origin")
+        if scope["type"] not in ("http", "websocket") or (
+            self.ours(headers.get("host", "")) and (origin is None or self.ours(origin.partition("://")[2]))
+        ):
+            return await self.app(scope, receive, send)
+        body = b"refused: open this page by the address it was started with"
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return None
+        await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
+        await send({"type": "http.response.body", "body": body})
+        return None
+
+    def ours(self, address: str) -> bool:
+        name = (urlsplit(f"//{address}").hostname or "").lower()
+        if name in ("localhost", "127.0.0.1", "::1", self.host.lower()):
+            return True
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_unspecified and bool(ipaddress.ip_address(name))
+        return False
+
+
+def build(studio: Studio, title: str, about: str, steps: int) -> Any:
+    """The page: what is asked on the left, two images and their figures on the right, the table and masks below."""
+    gradio = need_gradio()
+    last = studio.spec.layers - 1
+    with gradio.Blocks(title=title, analytics_enabled=False, delete_cache=KEPT) as page:
+        gradio.Markdown(f"## {title}\n{about}. Guidance {studio.guidance:g}. Times are of this machine.")
+        with gradio.Row():
+            with gradio.Column(scale=1, min_width=280):
+                prompt = gradio.Textbox("red apple", label="Prompt", max_length=LONGEST_PROMPT, elem_id="prompt")
+                budget = gradio.Slider(
+                    *BUDGETS, value=0.6, step=0.05, label="Budget: share of tokens kept", elem_id="budget"
+                )
+                count = gradio.Slider(*STEPS, value=steps, step=1, label="Steps", elem_id="steps")
+                seed = gradio.Number(0, label="Seed", precision=0, minimum=SEEDS[0], maximum=SEEDS[1], elem_id="seed")
+                go = gradio.Button("Draw", variant="primary", elem_id="draw")
+            with gradio.Column(scale=2, min_width=320):
+                with gradio.Row():
+                    dense = picture(gradio, "Dense", "dense")
+                    reduced = picture(gradio, "Reduced", "reduced")
+                summary = gradio.Markdown("Press *Draw*, or drag the budget.", elem_id="figures")
+        with gradio.Row():
+            with gradio.Column(scale=2, min_width=320):
+                table = picture(gradio, TABLE, "table", labelled=False)
+                planned = gradio.Markdown(elem_id="planned")
+            with gradio.Column(scale=1, min_width=280):
+                overlay = picture(gradio, "Tokens that were computed", "overlay")
+                layer = gradio.Slider(
+                    0, last, value=min(last, studio.spec.layers // 2), step=1, label="Layer", elem_id="layer"
+                )
+                step = gradio.Slider(0, steps - 1, value=steps // 2, step=1, label="Step", elem_id="step")
+                share = gradio.Markdown(elem_id="share")
+        drawn = gradio.State(None)
+
+        def place(layer: Any, step: Any) -> tuple[int, int]:
+            """A layer and step; of a shorter run the last step stands for those after it."""
+            return whole_number("layer", layer, 0, last), whole_number("step", step, 0, STEPS[1] - 1)
+
+        def preview(budget: Any, steps: Any) -> tuple[Any, str]:
+            return guarded(gradio, lambda: show_plan(studio, budget, steps))
+
+        def draw(prompt: Any, seed: Any, steps: Any, budget: Any, layer: Any, step: Any) -> tuple[Any, ...]:
+            request = guarded(gradio, lambda: Request.read(prompt, seed, steps, budget))
+            at = guarded(gradio, lambda: place(layer, step))  # before an image is drawn for nothing
+            result = guarded(gradio, lambda: studio.draw(request))
+            moved = gradio.Slider(maximum=request.steps - 1, value=min(at[1], request.steps - 1))
+            images = enlarge(result.dense), enlarge(result.reduced)
+            return *images, figures_of(result), result, moved, *mask(result, *at)
+
+        def mask(result: Drawn | None, layer: Any, step: Any) -> tuple[Any, str]:
+            if result is None:
+                return None, ""
+            layer, step = guarded(gradio, lambda: place(layer, step))
+            chosen = result.masks[min(step, len(result.masks) - 1), layer]
+            return figures.overlay(
+                result.reduced, chosen, SIDE
+            ), f"{chosen.float().mean():.0%} of {chosen.numel()} tokens"
+
+        asked = [prompt, seed, count, budget, layer, step]
+        shown = [dense, reduced, summary, drawn, step, overlay, share]
+        one = {"trigger_mode": "always_last", "concurrency_id": "pipe", "concurrency_limit": 1}
+        gradio.on([go.click, prompt.submit, budget.release], draw, asked, shown, **one)
+        live = {"show_progress": "hidden", "queue": False, "trigger_mode": "always_last"}
+        gradio.on([budget.change, count.change, page.load], preview, [budget, count], [table, planned], **live)
+        gradio.on([layer.change, step.change], mask, [drawn, layer, step], [overlay, share], **live)
+    return page
+
+
+def picture(gradio: Any, label: str, name: str, labelled: bool = True) -> Any:
+    return gradio.Image(
+        label=label, show_label=labelled, elem_id=name, format="png", interactive=False, buttons=["fullscreen"]
+    )
+
+
+def guarded(gradio: Any, call: Any) -> Any:
+    """What a person can mend is told to them; anything else is gradio's to report."""
+    try:
+        return call()
+    except ValueError as error:
+        raise gradio.Error(str(error), print_exception=False) from error
+
+
+def enlarge(image: Any) -> Any:
+    from PIL import Image
+
+    scale = SIDE / max(image.size)
+    return (
+        image if scale <= 1 else image.resize([round(side * scale) for side in image.size], Image.Resampling.BICUBIC)
+    )
+
+
+def show_plan(studio: Studio, budget: Any, steps: Any) -> tuple[Any, str]:
+    """The shifted table as a picture, and what it will cost."""
+    from PIL import Image
+
+    request = Request.read("any", 0, steps, budget)
+    plan = studio.plan(request.budget, request.steps)
+    drawn = Image.open(io.BytesIO(encode(figures.schedule_map(plan.keep, plan.timesteps, TABLE), dpi=110)))
+    return drawn, f"Planned: {plan.flops:.1%} of dense FLOPs, which allows a speed-up of {1 / plan.flops:.2f}x."
+
+
+def flops(tera: float) -> str:
+    return f"{tera:.3g} T" if tera >= 1 else f"{1e3 * tera:.3g} G"
+
+
+def figures_of(result: Drawn) -> str:
+    """Time and FLOPs of both images."""
+    same = result.psnr == float("inf")
+    when = " when first drawn" if result.remembered else ""
+    return "\n".join(
+        (
+            "| | dense | reduced | |",
+            "|---|---|---|---|",
+            f"| time | {result.dense_seconds:.2f} s{when} | {result.seconds:.2f} s | "
+            f"speed-up {result.dense_seconds / result.seconds:.2f}x |",
+            f"| FLOPs | {flops(result.dense_tflops)} | {flops(result.dense_tflops * result.flops)} | "
+            f"{result.flops:.1%} of dense |",
+            f"| PSNR to dense | | {'identical' if same else f'{result.psnr:.1f} dB'} | |",
+        )
+    )

@@ -1,0 +1,266 @@
+"""Mutated inputs: each is refused in a sentence that names it, or means what a second, valid run agrees with.
+
+2,000 cases by default, more with `pytest tests/test_fuzz.py --fuzz 50000`. A case is replayed by its seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import random
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+import shiva
+from fuzz import mutated, mutated_bytes
+from shiva.cli import app
+from shiva.cli.terminal import TO_MEND
+from shiva.core.method import MethodConfig
+from shiva.core.options import REFUSALS
+from shiva.evaluate.candidates import public_methods, read_candidates
+from shiva.ops.schedule import RatioSchedule
+from shiva.show.collect import collect
+from shiva.training.recipe import load_recipe
+from shiva.training.state import State, load_state, save_state
+from test_checkpoint import adapter, varied_method
+
+from tiny import BACKBONES, make_sd3
+
+REPOSITORY = Path(__file__).parents[1]
+SECONDS = 20
+"""A case that takes longer hangs."""
+
+
+@contextlib.contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise AssertionError(f"no answer in {seconds} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def refused(error: Exception) -> bool:
+    """Whether an error is a sentence for a person, as the command line tells."""
+    mendable = isinstance(error, OSError) and error.errno in TO_MEND
+    return (isinstance(error, REFUSALS) or mendable or isinstance(error, yaml.YAMLError)) and len(str(error)) > 10
+
+
+def finite(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(finite, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+# -- surfaces: each tries one mutated input in a folder, and checks what it accepted ---------------------------
+
+
+def try_config(rng: random.Random, folder: Path) -> None:
+    known = {name: cls for name, cls in public_methods().items() if name in shiva.__all__}  # not those of other tests
+    cls = known[rng.choice(sorted(known))]
+    values = mutated(rng, dataclasses.asdict(cls()))  # type: ignore[call-overload]
+    if not isinstance(values, dict):
+        return
+    config = cls().changed(values)
+    known = dataclasses.asdict(config)  # type: ignore[call-overload]
+    assert finite(known), config
+    assert cls(**json.loads(json.dumps(known))) == config
+
+
+class Subject:
+    """One model that every checkpoint is tried on, and must come back from as it was."""
+
+    def __init__(self, folder: Path):
+        self.model, self.call = make_sd3(), BACKBONES["sd3"].call(1, 6, 6)
+        made = shiva.ShivaCheckpoint.of(varied_method(self.model), **adapter(make_sd3()))
+        made.save_pretrained(folder)
+        self.files = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        self.dense = self.output()
+
+    @torch.no_grad()
+    def output(self) -> torch.Tensor:
+        return self.model(**self.call)[0]
+
+    def run(self, folder: Path) -> torch.Tensor:
+        with shiva.attach(self.model, folder) as session:
+            session.begin_run()
+            return self.output()
+
+
+SUBJECTS: list[Subject] = []
+
+
+def try_checkpoint(rng: random.Random, folder: Path) -> None:
+    if not SUBJECTS:
+        SUBJECTS.append(Subject(folder))
+    subject = SUBJECTS[0]
+    spoilt = rng.choice([path for path in subject.files if path.suffix != ".md"])
+    for path, data in subject.files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        if path == spoilt and path.suffix == ".json" and rng.random() < 0.8:
+            data = json.dumps(mutated(rng, json.loads(data))).encode()
+        elif path == spoilt:
+            data = mutated_bytes(rng, data)
+        (folder / path).write_bytes(data)
+    try:
+        output = subject.run(folder)
+        assert torch.equal(subject.run(folder), output)
+    finally:
+        assert torch.equal(subject.output(), subject.dense), "the model is not what it was"
+
+
+def try_recipe(rng: random.Random, folder: Path) -> None:
+    source = rng.choice(sorted((REPOSITORY / "recipes").glob("*.yaml")))
+    values, path = yaml.safe_load(source.read_text()), folder / source.name
+    if "extends" in values:
+        (folder / values["extends"]).write_text((source.parent / values["extends"]).read_text())
+    text = yaml.safe_dump(mutated(rng, values))
+    path.write_bytes(mutated_bytes(rng, text.encode()) if rng.random() < 0.2 else text.encode())
+    recipe = load_recipe(path)
+    recipe.method_config()
+    assert finite(recipe.to_dict())
+    path.write_text(yaml.safe_dump(json.loads(json.dumps(recipe.to_dict()))))
+    assert load_recipe(path) == recipe
+
+
+EVAL_FILE = {
+    "candidates": {
+        "dense": None,
+        "a": {"method": "ToMeSD", "options": {"ratio": 0.5, "sites": ["attention"]}},
+        "b": {"method": "Sweep", "preset": "paper", "int8": 1, "flat": False},
+    },
+    "tables": {"main": ["a", "b"]},
+    "steps": 4,
+    "guidance": 3.0,
+    "sizes": [[64, 96]],
+    "arguments": {"max_sequence_length": 8},
+}
+
+
+def try_eval_file(rng: random.Random, folder: Path) -> None:
+    path = folder / "candidates.yaml"
+    path.write_text(yaml.safe_dump(mutated(rng, EVAL_FILE)))
+    found = read_candidates(str(path))
+    configs = {name: candidate.config() for name, candidate in found.candidates.items()}
+    assert finite(dataclasses.asdict(found)["sizes"])
+    assert {name: candidate.config() for name, candidate in read_candidates(str(path)).candidates.items()} == configs
+
+
+def try_schedule(rng: random.Random, folder: Path) -> None:
+    values = mutated(
+        rng, {"timesteps": [1000.0, 500.0], "logits": [[0.0, 1.0], [2.0, 3.0]], "bias": 0.0, "dense": [0]}
+    )
+    try:
+        tensors = {name: torch.tensor(value) for name, value in values.items()}
+    except Exception:  # not a tensor at all: no file holds it
+        return
+    schedule = RatioSchedule.from_state(tensors)
+    ratios = schedule.ratios()
+    assert not ratios.isnan().any()
+    again = RatioSchedule.from_state(schedule.state()).ratios()
+    assert torch.equal(again, ratios)
+
+
+def try_state(rng: random.Random, folder: Path) -> None:
+    tensors = {"weight": torch.ones(3)}
+    state = State(
+        3, "joint", {"stages": []}, tensors, {"table": torch.ones(2)}, {"state": {}, "x": torch.ones(2)}, tensors
+    )
+    path = save_state(folder, state, keep=1)
+    spoilt = rng.choice(sorted(path.iterdir()))
+    if spoilt.suffix == ".json" and rng.random() < 0.8:
+        spoilt.write_text(json.dumps(mutated(rng, json.loads(spoilt.read_text()))))
+    else:
+        spoilt.write_bytes(mutated_bytes(rng, spoilt.read_bytes()))
+    loaded, again = load_state(path), load_state(path)
+    assert (loaded.step, loaded.stage, loaded.recipe) == (again.step, again.stage, again.recipe)
+    assert type(loaded.step) is int
+    assert type(loaded.stage) is str
+
+
+def try_report(rng: random.Random, folder: Path) -> None:
+    source = rng.choice(sorted((REPOSITORY / "results").rglob("*.json"), key=lambda path: path.stat().st_size)[:12])
+    text = json.dumps(mutated(rng, json.loads(source.read_text())))
+    path = folder / source.name
+    path.write_bytes(mutated_bytes(rng, text.encode()) if rng.random() < 0.2 else text.encode())
+    assert str(collect([path])) == str(collect([path]))
+
+
+WORDS = ("--set", "--check", "--methods", "--steps", "--budget", "--output", "x", "0", "-1", "nan", "1e999", "a=b",
+         "=", "method.budget=[", "method.budget=0.5", "stages=3", "--protocol", "main", "", "..", "\0", "train",
+         "eval", "report", "generate", "--seeds", "0,1", "--record", "ToMeSD", "--help")  # fmt: skip
+
+
+def try_command(rng: random.Random, folder: Path) -> None:
+    command = rng.choice((["train", "none.yaml"], ["eval", "none"], ["report", "none"], ["generate", "none", "a cat"]))
+    words = [*command, *(rng.choice(WORDS) for _ in range(rng.randrange(5)))]
+    with contextlib.chdir(folder) if hasattr(contextlib, "chdir") else contextlib.nullcontext():
+        result = CliRunner().invoke(app, words)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code in (0, 2), (words, result.output)
+
+
+SURFACES: dict[str, tuple[Callable[[random.Random, Path], None], float]] = {
+    "configs": (try_config, 0.4),
+    "checkpoints": (try_checkpoint, 0.15),
+    "recipes": (try_recipe, 0.15),
+    "eval files": (try_eval_file, 0.1),
+    "schedules": (try_schedule, 0.1),
+    "states": (try_state, 0.05),
+    "reports": (try_report, 0.025),
+    "commands": (try_command, 0.025),
+}
+"""Each with its share of the cases."""
+
+
+@pytest.mark.parametrize("surface", SURFACES)
+def test_a_mutated_input_is_refused_by_name_or_means_one_thing(
+    surface: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt, share = SURFACES[surface]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    faults, accepted = [], 0
+    for seed in range(round(share * request.config.getoption("--fuzz"))):
+        folder = tmp_path / str(seed % 8)
+        folder.mkdir(exist_ok=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                with limited(SECONDS):
+                    attempt(random.Random(f"{surface} {seed}"), folder)
+                accepted += 1
+            except Exception as error:
+                if not refused(error):
+                    faults.append(f"{seed}: {type(error).__name__}: {str(error)[:160]}")
+    assert accepted, f"every one of {surface} was refused: the input they are made from is refused too"
+    assert not faults, f"{len(faults)} of {surface}:\n" + "\n".join(faults[:20])
+
+
+def test_the_oracle_sees_a_type_that_slips_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MethodConfig, "__post_init__", lambda self: None)
+    faults = 0
+    for seed in range(60):
+        try:
+            try_config(random.Random(f"configs {seed}"), tmp_path)
+        except Exception as error:
+            faults += not refused(error)
+    assert faults > 5
