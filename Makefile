@@ -23,6 +23,7 @@ contract: setup
 
 unit: setup browser
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/rehearsal.py
 
 setup: $(VENV)/.installed
 

@@ -1,6 +1,8 @@
 """A rehearsal for GPUs without one: every method runs on fake tensors of a device, which have shapes, no values.
 
 What a step may not do there is found here: mix devices, read a value on the host, compute in float64.
+Registering the device changes what torch takes for the process's accelerator, so no other test may share a process
+with these: pytest does not collect this file by itself, `make unit` runs it apart.
 """
 
 from __future__ import annotations
