@@ -385,10 +385,29 @@ def test_a_browser_shows_one_prompt_at_a_time_and_asks_the_network_for_nothing(t
         assert box.get_attribute("tabindex") == "0"
         browser.execute_script("arguments[0].scrollLeft = 999", row.find_element("xpath", "ancestor::div[1]"))
         assert 0 <= row.rect["x"] < PHONE / 2  # the method's name stays in sight
+        browser.execute_script("document.querySelectorAll('details').forEach(fold => { fold.open = true; })")
+        assert browser.execute_script(TOO_WIDE) <= PHONE
         plots = browser.find_elements("css selector", ".plot img")
         assert all(plot.size["width"] > 600 for plot in plots)
         assert complaints(browser) == []
         assert requested(browser) == [output.as_uri()]
+
+
+@pytest.mark.slow
+def test_the_report_of_all_results_is_a_summary_and_folds(tmp_path: Path) -> None:
+    output = tmp_path / "page.html"
+    report([REPOSITORY / "results"], output)
+    with open_browser() as browser:
+        browser.get(output.as_uri())
+        assert browser.execute_script("return document.documentElement.scrollHeight") < 12_000
+        shown = browser.find_element("tag name", "body").text
+        for word in ("what was measured", "what is saved, and what is lost", "Sweep 60", "the paper's claims"):
+            assert word in shown
+        assert "One step of sd3-medium" not in shown
+        browser.get(f"{output.as_uri()}#speed")
+        assert "One step of sd3-medium" in browser.find_element("tag name", "body").text
+        assert browser.execute_script(UNNAMED) == 0
+        assert complaints(browser) == []
 
 
 @pytest.mark.slow

@@ -72,21 +72,27 @@ def quality_cost(points: Sequence[Point], cost: str, quality: str, higher_is_bet
     return figure
 
 
+LETTER, LINE = 0.0165, 0.045
+"""A letter's width and a line's height, as shares of the plane."""
+
+
 def label_offsets(points: Sequence[Point]) -> list[tuple[float, float]]:
     """Where each name stands beside its point, in typographic points: to the left of those in the right half,
-    and further up where it would lie on the name of a close neighbour."""
+    and further up where it would lie on another name."""
     costs, qualities = [p.cost for p in points], [p.quality for p in points]
     width = (max(costs) - min(costs)) or 1.0
     height = (max(qualities) - min(qualities)) or 1.0
-    places: list[tuple[float, float]] = []
+    taken: list[tuple[float, float, float]] = []
     offsets: list[tuple[float, float]] = []
     for point in points:
         x, y = (point.cost - min(costs)) / width, (point.quality - min(qualities)) / height
+        left, long = x > 0.7, LETTER * len(point.name)
+        start, end = (x - long, x) if left else (x, x + long)
         up = 0.0
-        while any(abs(x - a) < 0.14 and abs(y + up - b) < 0.045 for a, b in places):
-            up += 0.045
-        places.append((x, y + up))
-        offsets.append((-7.0 if x > 0.7 else 7.0, 4.0 + 250 * up))
+        while any(start < b and a < end and abs(y + up - line) < LINE for a, b, line in taken):
+            up += LINE
+        taken.append((start, end, y + up))
+        offsets.append((-7.0 if left else 7.0, 4.0 + 250 * up))
     return offsets
 
 
