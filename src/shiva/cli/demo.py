@@ -17,6 +17,7 @@ def demo(
     ] = None,
     output: Annotated[Path, typer.Option(help="Where images and page go")] = Path("outputs/demo"),
     steps: Annotated[int | None, typer.Option(help="Steps of the dense run; the model's own otherwise", min=2)] = None,
+    prompts: Annotated[int, typer.Option(help="So many of the eight prompts", min=1, max=8)] = 8,
     seed: Annotated[int, typer.Option(help="Seed of the noise", min=0)] = 0,
 ) -> None:
     """Draw eight prompts dense and by several methods on the embedded model, and show images, time and FLOPs.
@@ -25,4 +26,4 @@ def demo(
     """
     from shiva.show.side_by_side import make_demo
 
-    make_demo(methods, every, check_folder(output), steps, seed)
+    make_demo(methods, every, check_folder(output), steps, seed, prompts)

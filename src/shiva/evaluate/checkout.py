@@ -44,8 +44,8 @@ def embedded(*names: str) -> Path:
     folder = models_folder()
     if folder is None:
         raise FileNotFoundError(
-            "the embedded models are not here; run this in a checkout of Shiva, or install its package of models "
-            "(packages/models, `pip install shiva-dit-models`)"
+            "the embedded models are not here; install the package shiva-dit-models, which packages/models of a "
+            "checkout of Shiva builds, or run this in a checkout"
         )
     found = next((folder / name for name in names if (folder / name).is_dir()), None)
     if found is None:

@@ -63,19 +63,20 @@ class Drawings:
         return statistics.fmean(image_psnr(a, b) for a, b in zip(self.images, dense.images, strict=True))
 
 
-def make_demo(methods: str | None, every: bool, output: Path, steps: int | None, seed: int) -> None:
+def make_demo(methods: str | None, every: bool, output: Path, steps: int | None, seed: int, count: int) -> None:
     """Draw the prompts by every row, print a table and write a page."""
-    console = Console()
+    console, prompts = Console(), PROMPTS[:count]
     base, rows, left_out = chosen_rows(methods, every, steps)
     quiet()
     loaded = {str(row.model): load_with_arguments(str(row.model)) for row in rows}
     for pipe, arguments in loaded.values():  # the first run of a process is slow, and dense is first
-        draw(pipe, PROMPTS[:1], 0, [0], 2, rows[0].guidance, **arguments)
+        draw(pipe, prompts[:1], 0, [0], 2, rows[0].guidance, **arguments)
+    turn = -(-len(prompts) // TURNS)
     turns: dict[str, list[Outcome]] = {row.name: [] for row in rows}
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("generating", total=len(PROMPTS) * sum(row.steps for row in rows))
-        for first in range(0, len(PROMPTS), len(PROMPTS) // TURNS):
-            part = PROMPTS[first : first + len(PROMPTS) // TURNS]
+        task = progress.add_task("generating", total=len(prompts) * sum(row.steps for row in rows))
+        for first in range(0, len(prompts), turn):
+            part = prompts[first : first + turn]
             for row in rows:
                 turns[row.name].append(
                     drawn_by(
@@ -90,24 +91,24 @@ def make_demo(methods: str | None, every: bool, output: Path, steps: int | None,
                 )
     made = [Drawings(row, turns[row.name]) for row in rows]
     table = comparison(made)
-    console.print(draw_table(table, base, rows[0]))
-    page = draw_page(made, table, base)
+    console.print(draw_table(table, base, rows[0], len(prompts)))
+    page = draw_page(made, table, base, prompts)
     for reason in left_out:
         console.print(f"left out: {reason}", markup=False)
         page.note(f"Left out: {reason}")
     closer = {
-        row.name: drawn_by(row, loaded, PROMPTS[:1], seed=seed, trace=True) for row in rows if row.name in LOOKED_INTO
+        row.name: drawn_by(row, loaded, prompts[:1], seed=seed, trace=True) for row in rows if row.name in LOOKED_INTO
     }
     page.heading("Which tokens")
-    draw_choices(page, PROMPTS[0], closer)
+    draw_choices(page, prompts[0], closer)
     page.heading("What the words mean")
     page.glossary(meanings(HEADINGS, [row.name for row in rows]))
     sign(page)
     for entry in made:
-        for prompt, image in zip(PROMPTS, entry.images, strict=True):
+        for prompt, image in zip(prompts, entry.images, strict=True):
             write_image(output / slug(entry.name) / f"{slug(prompt)}.png", image)
     with drawing(page):
-        save_grid(made, output / "grid.png")
+        save_grid(made, prompts, output / "grid.png")
     write_atomically(output / "index.html", str(page).encode())
     console.print(f"images and page: {(output / 'index.html').resolve().as_uri()}", soft_wrap=True)
 
@@ -132,8 +133,8 @@ def comparison(made: Sequence[Drawings]) -> list[tuple[str, ...]]:
     return rows
 
 
-def draw_table(rows: Sequence[tuple[str, ...]], base: Path, dense: Row) -> Table:
-    title = f"{len(PROMPTS)} images of {base.name}, {dense.steps} steps at guidance {dense.guidance:g} where dense"
+def draw_table(rows: Sequence[tuple[str, ...]], base: Path, dense: Row, count: int) -> Table:
+    title = f"{count} images of {base.name}, {dense.steps} steps at guidance {dense.guidance:g} where dense"
     table = Table(title=title)
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == "method" else "right")
@@ -142,7 +143,7 @@ def draw_table(rows: Sequence[tuple[str, ...]], base: Path, dense: Row) -> Table
     return table
 
 
-def draw_page(made: Sequence[Drawings], rows: Sequence[tuple[str, ...]], base: Path) -> Page:
+def draw_page(made: Sequence[Drawings], rows: Sequence[tuple[str, ...]], base: Path, prompts: Sequence[str]) -> Page:
     page, dense = Page(f"Shiva on the embedded model {base.name}"), made[0]
     page.text(
         f"The same prompts and the same noise, dense in {dense.row.steps} steps at guidance {dense.row.guidance:g}. "
@@ -151,7 +152,7 @@ def draw_page(made: Sequence[Drawings], rows: Sequence[tuple[str, ...]], base: P
     page.heading("Images")
     page.gallery(
         [captioned(entry, dense) for entry in made],
-        [(prompt, [entry.images[i] for entry in made]) for i, prompt in enumerate(PROMPTS)],
+        [(prompt, [entry.images[i] for entry in made]) for i, prompt in enumerate(prompts)],
     )
     page.heading("Cost and closeness")
     page.table(HEADINGS, rows)
@@ -174,10 +175,10 @@ def captioned(entry: Drawings, dense: Drawings) -> str:
     return f"{entry.name}, −{saved} % FLOPs" if saved else entry.name
 
 
-def save_grid(made: Sequence[Drawings], path: Path) -> None:
+def save_grid(made: Sequence[Drawings], prompts: Sequence[str], path: Path) -> None:
     """All images in one picture: a row for each method, a column for each prompt."""
     rows = [(captioned(entry, made[0]).replace(", −", "\n−"), entry.images) for entry in made]
-    save(figures.image_grid([textwrap.fill(prompt, 16) for prompt in PROMPTS], rows), path)
+    save(figures.image_grid([textwrap.fill(prompt, 16) for prompt in prompts], rows), path)
 
 
 def draw_choices(page: Page, prompt: str, outcomes: dict[str, Outcome]) -> None:
