@@ -23,8 +23,8 @@ from recipes.emoji.flow import flow_loss, logit_normal, make_transformer, sample
 from recipes.emoji.optim import Optimizers, orthogonalize
 from recipes.emoji.placeholder import load_without_t5
 from recipes.emoji.score import generate, score_images
-from recipes.emoji.towers import make_text_tower
 from recipes.emoji.sitting import Clock, load_state, rate_factor, save_state, update_ema
+from recipes.emoji.towers import make_text_tower
 from recipes.emoji.vision import distort, make_vision_tower
 from reproduce.metrics.distances import frechet_distance, kernel_distance, retrieval
 from reproduce.metrics.text import TextImageScore

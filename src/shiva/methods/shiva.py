@@ -200,6 +200,8 @@ class ShivaMethod(RoutedPruner):
         with ctx.phase("sort"):
             budget = now.ratios[layer] * ctx.tokens
             selection = select_tokens(scores, ctx.counts[layer], budget, explore.tau_rank, explore.tau_sel)
+        if ctx.teacher is None and not torch.is_grad_enabled():  # a rollout, from which nothing learns
+            return self.fill.trained(selection.indices, x, age, layer, ctx)
         fill = self.fill.from_selected(selection.indices, x, age, layer, ctx)
         if self.config.estimator == "input":
             return input_gated(selection, x.shape[1], fill)
