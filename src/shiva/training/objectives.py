@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shiva.checkpoint import write_image
 from shiva.core.context import Earlier, Exploration, Recording
 from shiva.ops.losses import normalized_distance
 from shiva.ops.schedule import RatioSchedule
@@ -220,18 +219,18 @@ class Validator:
         cosine = F.cosine_similarity(reduced.flatten(1), taught.flatten(1))
         return float(F.mse_loss(reduced, taught)), float(cosine.mean())
 
-    def pictures(self, folder: Path, step: int) -> None:
-        """The schedule's heat map, and a grid: dense above, reduced below."""
-        session = self.objectives.session
+    def pictures(self) -> dict[str, Any]:
+        """The schedule's heat map, and a grid of samples: dense above, reduced below."""
+        session, made = self.objectives.session, {}
         with as_trained(session):
             schedule = getattr(session.method, "schedule", None)
             if isinstance(schedule, RatioSchedule):
-                picture = heat_map(schedule.ratios(), schedule.timesteps)
-                write_image(folder / f"schedule-{step:08d}.png", picture)
+                made["schedule"] = heat_map(schedule.ratios(), schedule.timesteps)
             if self.options.images > 0:
                 with dense(session):
                     above = self._draw()
-                write_image(folder / f"samples-{step:08d}.png", grid_of([above, self._draw()]))
+                made["samples"] = grid_of([above, self._draw()])
+        return made
 
     def _draw(self) -> list[Any]:
         family, pictures = self.objectives.family, []

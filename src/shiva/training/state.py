@@ -98,7 +98,15 @@ def clean(output: Path, *, fresh: bool = False) -> None:
 
 
 def remove(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    """A file, or a folder: first under a name that `clean` knows, so that a kill leaves no part of it."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    going = path if TEMPORARY.fullmatch(path.name) else path.with_name(f".writing-gone-{path.name}")
+    if going is not path:
+        shutil.rmtree(going, ignore_errors=True)
+        os.rename(path, going)
+    shutil.rmtree(going, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -126,7 +134,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def save_state(root: Path, state: State, keep: int) -> Path:
-    """Write a state's folder; drop the oldest beyond `keep`, and later ones: the run went on from before them."""
+    """Write a state's folder, and prune the others."""
     folder, buffer = root / f"step-{state.step:08d}", io.BytesIO()
     torch.save(state.optimizer, buffer)
     tensors = {"method": state.method, "tables": state.tables, "adapter": state.adapter}
@@ -137,11 +145,16 @@ def save_state(root: Path, state: State, keep: int) -> Path:
     with written_whole(folder) as temporary:
         for name, data in files.items():
             write_atomically(temporary / name, data)
-    known = checkpoints(root)
+    prune(folder, keep)
+    return folder
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Drop the oldest states beyond `keep` up to this one, and all later: the run goes on from here."""
+    known = checkpoints(folder.parent)
     place = known.index(folder) + 1
     for other in (*known[: max(0, place - keep)], *known[place:]):
         remove(other)
-    return folder
 
 
 def checkpoints(root: Path) -> list[Path]:
