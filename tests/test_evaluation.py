@@ -71,6 +71,10 @@ class Prompted:
     def scheduler(self) -> Any:
         return self.real.scheduler
 
+    @scheduler.setter
+    def scheduler(self, scheduler: Any) -> None:
+        self.real.scheduler = scheduler
+
     def __call__(self, prompt: list[str], guidance_scale: float, **arguments: Any) -> Any:
         self.noise += [generator.initial_seed() for generator in arguments["generator"]]
         given = call_sd3(1, guidance_scale)
@@ -521,7 +525,7 @@ def quick(folder: Path, model: Path, prompts: str) -> dict[str, Any]:
     """`shiva eval --methods ToMeSD` in two steps; its manifest."""
     (folder / "prompts.txt").write_text(prompts)
     arguments = ["eval", model, "--methods", "ToMeSD", "--prompts", folder / "prompts.txt", "--output", folder / "out"]
-    arguments += ["--steps", 2, "--rounds", 0, "--probes", 1, "--metrics", "psnr"]
+    arguments += ["--steps", 2, "--rounds", 0, "--probes", 1, "--metrics", "psnr", "--no-rivals"]
     CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
     return json.loads((folder / "out" / "run.json").read_text())
 
@@ -541,7 +545,19 @@ def generate_default(name: str) -> Any:
 
 def command(output: Path, prompts: Path, **environment: str) -> subprocess.Popen[str]:
     arguments = ["eval", REPOSITORY / "models" / "emoji", "--methods", prompts.with_suffix(".yaml")]
-    arguments += ["--prompts", prompts, "--output", output, "--rounds", "0", "--probes", "1", "--metrics", "psnr,mse"]
+    arguments += [
+        "--prompts",
+        prompts,
+        "--output",
+        output,
+        "--rounds",
+        "0",
+        "--probes",
+        "1",
+        "--metrics",
+        "psnr,mse",
+        "--no-rivals",
+    ]
     return subprocess.Popen(
         [sys.executable, "-m", "shiva", *map(str, arguments)],
         env={**os.environ, **environment},

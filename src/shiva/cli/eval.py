@@ -39,6 +39,9 @@ def evaluate(
     ] = None,
     rounds: Annotated[int, typer.Option(min=0, help="Turns of the latency measurement; 0 for none")] = 5,
     probes: Annotated[int, typer.Option(min=1, help="Prompts on which FLOPs and one-step errors are measured")] = 4,
+    rivals: Annotated[
+        bool, typer.Option(help="main: also fewer steps at the methods' FLOPs, and the step caches of others")
+    ] = True,
     threads: Threads = None,
     device: Device = "cpu",
     dtype: Dtype = "float32",
@@ -111,6 +114,7 @@ def evaluate(
             rounds=rounds,
             probes=probes,
             target=flops,
+            rivals=rivals,
             paper={} if paper is None else paper.MAIN,
             progress=progress,
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from shiva.bench.table import Table
 from shiva.core.options import REFUSALS
@@ -17,6 +17,7 @@ from shiva.evaluate.checkout import reproduce
 from shiva.evaluate.evaluation import Comparison, Evaluation
 from shiva.evaluate.images import Run
 from shiva.evaluate.match import matched
+from shiva.evaluate.rivals import CacheName
 
 
 class Found(NamedTuple):
@@ -51,11 +52,30 @@ def main(evaluation: Evaluation) -> Found | None:
 
 def overview(evaluation: Evaluation, protocol: str, title: str) -> Found | None:
     shown = compared(evaluation, protocol, evaluation.run(), evaluation.seeds)
+    if evaluation.rivals and protocol == "main":
+        shown = beside_rivals(evaluation, shown)
     if not evaluation.workers.main:
         return None
     quality, figures = tables.quality(evaluation, shown, title)
     costs, prices = tables.costs(evaluation, shown)
     return Found([quality, costs], {"quality": figures, "cost": prices})
+
+
+def beside_rivals(evaluation: Evaluation, shown: Comparison) -> Comparison:
+    """With what every user has for nothing: fewer steps of the dense model, at each method's FLOPs, and caches."""
+    run, whole = shown.run, evaluation.settings.steps
+
+    def counts() -> list[int]:
+        own = [name for name in shown.names if not run.candidates[name].is_rival]
+        nearest = {round(evaluation.cost(run, name).share * whole) for name in own}
+        return sorted((count for count in nearest if 0 < count < whole), reverse=True)
+
+    steps = {f"{count} steps": Candidate(steps=count) for count in evaluation.workers.found_by_main(counts)}
+    rivals = {**steps, **{cache: Candidate(cache=cache) for cache in get_args(CacheName)}}
+    run.candidates |= rivals
+    names = evaluation.complete(run, list(rivals), shown.seeds)
+    absent = {name: run.skipped[name] for name in rivals if name not in names}
+    return dataclasses.replace(shown, names=[*shown.names, *names], absent={**shown.absent, **absent})
 
 
 def match(evaluation: Evaluation) -> Found | None:

@@ -79,8 +79,8 @@ def costs(evaluation: Evaluation, shown: Comparison) -> tuple[Table, dict[str, A
             "speed-up": "" if speedup is None else f"{speedup:.2f}x",
             "limit": f"{1 / cost.share:.2f}x",
             "paper: speed-up": "",
-            "one-step MSE ↓": f"{cost.one_step_mse:.3g}",
-            "one-step cosine ↑": f"{cost.one_step_cosine:.4f}",
+            "one-step MSE ↓": "" if cost.one_step_mse is None else f"{cost.one_step_mse:.3g}",
+            "one-step cosine ↑": "" if cost.one_step_cosine is None else f"{cost.one_step_cosine:.4f}",
         }
         paper = evaluation.paper.get(shown.run.candidates[name].paper)
         if paper is not None:
@@ -89,7 +89,8 @@ def costs(evaluation: Evaluation, shown: Comparison) -> tuple[Table, dict[str, A
     return Table.of(
         "Cost of a step",
         rows,
-        "GFLOPs: true ones of a transformer call, the method's own not counted; MACs counted once: as the paper "
+        "GFLOPs: true ones of a transformer call, the method's own not counted; of fewer steps and step caches, those "
+        "of a whole run over dense's steps; MACs counted once: as the paper "
         "counts, in linear layers; latency: of a whole image, median ± half the distance of the quartiles over turns "
         "that all take; speed-up: dense's latency over the method's; limit: the speed-up that true FLOPs alone allow; "
         "one-step: the prediction against dense at dense's noisy latents" + (untimed and f"; not timed: {untimed}"),

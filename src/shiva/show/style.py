@@ -30,7 +30,7 @@ class Family(NamedTuple):
 
 FAMILIES = (
     Family("Shiva", SHIVA, "o", ("shiva",), ours=True),
-    Family("Shiva, untrained", UNTRAINED, "^", ("sweep",), ours=True),
+    Family("Shiva, untrained", UNTRAINED, "^", ("sweep", "lattice", "probe"), ours=True),
     Family("dense", DENSE, "D", ("dense", "fine-tuned")),
     Family("other methods", OTHER, "s", ("",)),
 )
