@@ -77,6 +77,11 @@ class Candidate:
         """Whether its steps are not those of the dense run, one by one, so that only whole runs compare."""
         return self.steps is not None or self.solver != "own" or self.cache is not None
 
+    @property
+    def only_steps(self) -> bool:
+        """Whether it is the dense pipeline but for its number of steps."""
+        return self == Candidate(steps=self.steps) and self.steps is not None
+
     def source(self) -> MethodConfig | ShivaCheckpoint | None:
         """What to attach; an error says which checkpoint is missing, and how to train it."""
         if isinstance(self.method, MethodConfig):

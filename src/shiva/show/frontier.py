@@ -28,11 +28,31 @@ def draw_frontier(document: dict[str, Any], path: Path) -> None:
     """Fidelity over cost, as a benchmark's document holds them."""
     points = [point for point in document["results"]["points"] if point["kind"] != "dense"]
     points = [point for point in points if point["to_dense"] < SAME]
+    note = "band: the front; hollow: with fewer steps of the multistep solver"
+    draw_plane(points, FIDELITY, f"{document['tables'][0]['title']}\n{note}", path)
+
+
+def draw_floor(document: dict[str, Any], path: Path) -> None:
+    """The same of `shiva eval --protocol floor`."""
+    results, points = document["results"], []
+    for name, quality in results["quality"].items():
+        if "psnr" not in quality:
+            continue  # dense itself
+        cost, steps = results["cost"][name], re.fullmatch(r"(\d+) steps?", name)
+        kind = "fewer steps" if steps else "tokens"
+        point = {"name": name, "kind": kind, "steps": int(steps[1]) if steps else None, "flops": cost["share"]}
+        points.append({**point, "time": 1 / cost["speedup"] if cost["speedup"] else None, **quality})
+    panels = {"psnr": "PSNR to dense, dB", "ssim": "SSIM to dense"}
+    draw_plane(points, panels, f"{document['settings']['steps']} steps; band: the front", path)
+
+
+def draw_plane(points: list[dict[str, Any]], panels: dict[str, str], title: str, path: Path) -> None:
+    """What is better the higher it is, by key and heading, over time or, where nothing was timed, over FLOPs."""
     timed = all(point["time"] is not None for point in points)
     for point in points:
         point["cost"] = 100 * point["time" if timed else "flops"]
-    figure, panels = plot(12, 5.4, panels=2)
-    for axis, (key, heading) in zip(panels, FIDELITY.items(), strict=True):
+    figure, axes = plot(12, 5.4, panels=len(panels))
+    for axis, (key, heading) in zip(axes, panels.items(), strict=True):
         best = sorted(points, key=lambda p: (p["cost"], -p[key]))
         edge = [p for place, p in enumerate(best) if all(p[key] > other[key] for other in best[:place])]
         axis.step([p["cost"] for p in edge], [p[key] for p in edge], where="post", color=QUIET, linewidth=7, zorder=0)
@@ -42,8 +62,7 @@ def draw_frontier(document: dict[str, Any], path: Path) -> None:
         axis.margins(0.06)
         axis.set_xlim(right=axis.get_xlim()[1] + 0.18 * (axis.get_xlim()[1] - axis.get_xlim()[0]))
         put_labels(axis, [label for label in labels if label is not None])
-    note = "band: the front; hollow: with fewer steps of the multistep solver"
-    figure.suptitle(f"{document['tables'][0]['title']}\n{note}", fontsize=10)
+    figure.suptitle(title, fontsize=10)
     save(figure, path)
 
 
