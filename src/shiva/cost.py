@@ -36,7 +36,8 @@ def tensor_bytes(state: Any) -> int:
 
 
 def to_meta(value: Any) -> Any:
-    return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
+    """A tensor's shape and precision alone, without what else a kind of tensor may hold."""
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
 
 
 def meta_call(module: nn.Module, **call: Any) -> Any:

@@ -22,7 +22,8 @@ from shiva.compat import (
     HOOK,
     caches_off,
     offloading_off,
-    refuse_attention_caches,
+    plain_linears,
+    refuse_always,
     refuse_replaced,
     under_cache_dit,
 )
@@ -290,6 +291,9 @@ class Session:
         skipped = tuple(name for name in self.hooks.blocks if name not in ctx.ran)
         self.stats.append(StepRecord(ctx.timestep, ctx.tokens, dict(ctx.kept), skipped, self._own_flops(ctx)))
         ctx.block_input = None
+        if torch.is_grad_enabled():  # gradient checkpointing will run the blocks again, and find what they found
+            return
+        ctx.held = None
         if self._tracker.run.is_over(ctx.steps):
             self._cached_bytes = tensor_bytes(ctx.run)
             self._tracker.run.state = ctx.run = self.method.new_run()
@@ -307,7 +311,7 @@ class Session:
         guided = getattr(self.pipeline, "do_classifier_free_guidance", None)
         announced = self.hooks.announced
         previous = self._tracker.run
-        run, timesteps = self._tracker.follow(timestep, latents, schedule, guided, announced, layout.shape)
+        run, timesteps = self._tracker.follow(timestep, latents, schedule, guided, announced, layout.grid)
         if self.backbone.rises:
             timestep = 1000 - timestep
             timesteps = None if timesteps is None else [1000 - t for t in timesteps]
@@ -346,8 +350,9 @@ class Session:
             self.method.turn(self._turned)
             self._turned = None
         run.state = self.method.new_run()
-        refuse_attention_caches(self.transformer)
+        refuse_always(self.transformer)
         self.hooks.settle()
+        self.hooks.take_compiled()
         refuse_replaced(self.transformer, {site.name: site.module for site in self.hooks.key_sites()})
         self.stats, self._cached_bytes = [], 0
         self._clock_at_start = dict(self._clock.seconds)
@@ -429,7 +434,10 @@ class Session:
         example = self._example
         shapes = StepContext(layout=self._priced, timestep=0.0)
         keys = self.hooks.key_sites() if self.method.whole_keys else []
-        with self.hooks.probed() as calls, caches_off(self.transformer), offloading_off(self.transformer):
+        with contextlib.ExitStack() as stack:
+            calls = stack.enter_context(self.hooks.probed())
+            for aside in (caches_off, offloading_off, plain_linears):
+                stack.enter_context(aside(self.transformer))
             dense = count(lambda: meta_call(self.transformer, **example))
             return dense, site_costs(sites, calls, shapes, keys, self.method.fresh_keys)
 

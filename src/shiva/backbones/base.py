@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
+from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 from shiva.backbones.per_token import Chosen, PerTokens
@@ -147,12 +147,19 @@ class Site:
         return tuple(image if name == "image" else streams.text for name in self.outputs)
 
 
+def is_fused(attention: Any) -> bool:
+    """Whether an attention projects queries, keys and values at once; the older class tells by its processor alone."""
+    if isinstance(attention, Attention):
+        return type(attention.processor).__name__.startswith("Fused")
+    return getattr(attention, "fused_projections", False)
+
+
 def key_sites(attention: Site, text: TextPlace | None = None) -> list[Site]:
     """The projections of an attention over image tokens to their keys and values; none where they are fused.
 
     `text` says where the text is in what they are given, if elsewhere than in the attention's own argument.
     """
-    if getattr(attention.module, "fused_projections", False):
+    if is_fused(attention.module):
         return []
     modules = [(f"{attention.name}.{name}", getattr(attention.module, name)) for name in ("to_k", "to_v")]
     return [
@@ -208,10 +215,6 @@ class Backbone:
     def channels(self, latents: Tensor) -> int:
         """Of the latents: tokens (B, N, C), or pictures (B, C, H, W) and clips (B, C, F, H, W)."""
         return latents.shape[-1 if latents.ndim == 3 else 1]
-
-    def whole_keys(self, transformer: Any, layers: Collection[int]) -> contextlib.AbstractContextManager[Any]:
-        """A context in which attention of these layers takes more keys than queries; most do anyway."""
-        return contextlib.nullcontext()
 
     def spec(self, transformer: Any) -> BackboneSpec:
         raise NotImplementedError

@@ -30,13 +30,6 @@ class RopeRows:
         return self.rows[:, :, None]
 
 
-class Ropes(NamedTuple):
-    """Rotary (cos, sin) rows where an attention has more keys than queries."""
-
-    queries: Any
-    keys: Any
-
-
 class InTurn:
     """A rotary table for an attention that turns its queries by it first, then its keys, which are more.
 
@@ -77,13 +70,6 @@ PerTokens: TypeAlias = Mapping[str, PerToken]
 """The same by the argument's name."""
 
 
-def shared_rope(rope: tuple[Tensor, Tensor], chosen: Chosen, *, after_text: bool = False) -> Any:
-    """(cos, sin), each (S, D), one table for all samples; `after_text` if rows of the text lead it."""
-    rows = chosen.rows(rope[0].shape[0], after_text)
-    queries = tuple(shared_rows(part, rows) for part in rope)
-    return Ropes(queries, rope) if chosen.whole_keys else queries
-
-
 def shared_rows(table: Tensor, rows: Tensor) -> Any:
     """Rows (B, S) of a table (T, D) that all samples share, as an attention takes it in the table's place."""
     return table.index_select(0, rows[0]) if rows.shape[0] == 1 else RopeRows(table[rows])
@@ -117,8 +103,9 @@ class SharedRope:
     """Rows of the text lead it."""
 
     def __call__(self, rope: Any, chosen: Chosen) -> Any:
-        cut = shared_rope(rope, chosen, after_text=self.after_text)
-        return InTurn(cut.queries, cut.keys) if isinstance(cut, Ropes) else cut
+        rows = chosen.rows(rope[0].shape[0], self.after_text)
+        queries = tuple(shared_rows(part, rows) for part in rope)
+        return InTurn(queries, rope) if chosen.whole_keys else queries
 
 
 def image_and_text_rope(ropes: tuple[Tensor, Tensor], chosen: Chosen) -> Any:

@@ -151,6 +151,10 @@ class StepContext:
     def tokens(self) -> int:
         return self.layout.tokens
 
+    def reruns(self, site: str) -> bool:
+        """Whether a site, by name, is run again in the same call, as gradient checkpointing does on the way back."""
+        return site in self.kept
+
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         if self.clock is None or torch.compiler.is_compiling():
             return contextlib.nullcontext()

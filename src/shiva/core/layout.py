@@ -37,6 +37,7 @@ class Layout:
 
     @property
     def shape(self) -> tuple[int, int, int]:
+        """Of the grid; methods that need one ask for it here."""
         return self.frames, self.rows, self.columns
 
     @property
@@ -52,6 +53,18 @@ class Layout:
     def windows(self, cell: tuple[int, int] = (2, 2)) -> tuple[Tensor, Tensor]:
         """Cells of (rows, columns) tokens that tile each frame, (C, m), and the tokens in no whole cell, (O,)."""
         return _windows(self.shape, cell)
+
+
+@dataclass(frozen=True)
+class Scattered(Layout):
+    """Tokens on no grid, such as a part of one or several joined: one long row, which has no neighbours."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        raise ValueError(
+            f"the position ids of these {self.tokens} tokens describe no grid, whose rows and columns this method "
+            "needs; Shiva, Sweep and the other methods that rank tokens one by one do without"
+        )
 
 
 @functools.lru_cache(maxsize=32)

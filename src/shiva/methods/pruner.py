@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
 from shiva.core.context import StepContext
@@ -52,15 +53,15 @@ class PrunerStep(ScoreStep):
     """Inside a block whose keys are made anew."""
 
 
-def choose_once(known: dict[int, Tensor], layer: int, policy: GuidancePolicy, ctx: StepContext) -> Tensor | None:
-    """A layer's tokens (B, k) where a step's first call has chosen them for the others too."""
-    return known.get(layer) if ctx.branch and policy != "per-sample" else None
+def choose_once(known: dict[int, Tensor], site: Place, policy: GuidancePolicy, ctx: StepContext) -> Tensor | None:
+    """A layer's tokens (B, k) where a step's first call has chosen them for the others too, or this one already."""
+    chosen_before = ctx.branch and policy != "per-sample"
+    return known.get(site.layer) if chosen_before or ctx.reruns(site.name) else None
 
 
 class Pruner(Method):
     """Runs a block on the k best tokens. A subclass sets `score`, and says how many in `plan`."""
 
-    sites = frozenset({"block", "keys"})
     config: PrunerOptions
     new_run = FillRun
     new_step = PrunerStep
@@ -76,9 +77,8 @@ class Pruner(Method):
         self.age_weight = config.age
         self.whole_keys = config.attends == "all"
         self.fresh_keys = self.whole_keys and not self.fill.caches
-        if self.fresh_keys:
-            self.sites = self.sites | INSIDE
         self.requires = frozenset({"block", "keys"}) if self.whole_keys else frozenset({"block"})
+        self.sites = self.requires | INSIDE if self.fresh_keys else self.requires
 
     @property
     def recordable(self) -> bool:  # type: ignore[override]
@@ -144,9 +144,12 @@ class Pruner(Method):
     def indices(self, x: Tensor, site: Place, ctx: StepContext) -> Tensor:
         """The tokens a layer runs on; under sequential guidance the second call of a step takes the first's."""
         now: PrunerStep = ctx.now
-        chosen = choose_once(now.indices, site.layer, self.guidance, ctx)
-        now.indices[site.layer] = self.choose(x, site, ctx) if chosen is None else chosen
-        return now.indices[site.layer]
+        chosen = choose_once(now.indices, site, self.guidance, ctx)
+        if chosen is None:
+            with torch.no_grad():
+                chosen = self.choose(x, site, ctx)
+        now.indices[site.layer] = chosen
+        return chosen
 
     # -- one block -----------------------------------------------------------------------------------
 
