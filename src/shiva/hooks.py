@@ -230,7 +230,7 @@ class Hooks:
             raise ValueError(
                 f"{method} needs separate projections to keys and values, which {spec.name} lacks here"
                 f"{f' ({keyless[0]})' if keyless else ''}; "
-                "call unfuse_qkv_projections() first, or pass attends='selected' where it has that option"
+                "call unfuse_qkv_projections() first, or pass attends='selected' without freeze_references"
             )
 
     @property

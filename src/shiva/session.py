@@ -35,7 +35,7 @@ from shiva.core.layout import Layout
 from shiva.core.method import Method
 from shiva.core.trace import Trace
 from shiva.core.trainable import Trainable
-from shiva.cost import StepRecord, Summary, meta_call, site_costs, tensor_bytes, to_meta, total
+from shiva.cost import Keys, StepRecord, Summary, meta_call, site_costs, tensor_bytes, to_meta, total
 from shiva.hooks import Hooks
 from shiva.progress import CFG, Run, RunTracker, Seen, read_timestep, shape_of
 
@@ -289,8 +289,10 @@ class Session:
     def _close(self, ctx: StepContext) -> None:
         """Book what ran, and free what the run carried once it is over: the autoencoder needs the memory."""
         skipped = tuple(name for name in self.hooks.blocks if name not in ctx.ran)
-        self.stats.append(StepRecord(ctx.timestep, ctx.tokens, dict(ctx.kept), skipped, self._own_flops(ctx)))
-        ctx.block_input = None
+        self.stats.append(
+            StepRecord(ctx.timestep, ctx.tokens, dict(ctx.kept), skipped, self._own_flops(ctx), ctx.frozen)
+        )
+        ctx.block_input = ctx.latents = None
         if torch.is_grad_enabled():  # gradient checkpointing will run the blocks again, and find what they found
             return
         ctx.held = None
@@ -338,6 +340,8 @@ class Session:
             trace=self._trace,
             clock=self._clock if latents.device.type == "cpu" else None,
         )
+        if self.method.needs_latents:
+            ctx.latents = latents
         self._move_method(latents.device)
         with ctx.phase("lookup"):
             ctx.counts = self.method.plan(ctx, timesteps)
@@ -425,21 +429,25 @@ class Session:
         own = functools.partial(self._own_flops, StepContext(layout=layout, timestep=0.0))
         return CostModel(dense - total(cost(layout.tokens) for cost in layers), layers, layout.tokens, own)
 
-    def _price(self, sites: Sequence[Site]) -> tuple[Flops, dict[str, SiteCost]]:
-        """FLOPs of the latest call run dense, and of each site by its number of tokens; nothing is computed."""
+    def _price(self, sites: Sequence[Site], frozen: bool = False) -> tuple[Flops, dict[str, SiteCost]]:
+        """FLOPs of the latest call run dense, and of each site by its number of tokens; nothing is computed.
+
+        `frozen`, the sites are priced without the reference tokens, which are keys only.
+        """
         if self._example is None or self._priced is None:
             raise RuntimeError("no call has been seen yet; run the pipeline once, then ask for its cost")
         if not self.attached:
             raise RuntimeError("the session is detached; ask for its cost or summary before detach()")
         example = self._example
-        shapes = StepContext(layout=self._priced, timestep=0.0)
-        keys = self.hooks.key_sites() if self.method.whole_keys else []
+        shapes = StepContext(layout=self._priced, timestep=0.0, frozen=frozen)
+        whole = self.method.whole_keys
+        keys = Keys(self.hooks.key_sites() if whole or frozen else [], whole, self.method.fresh_keys)
         with contextlib.ExitStack() as stack:
             calls = stack.enter_context(self.hooks.probed())
             for aside in (caches_off, offloading_off, plain_linears):
                 stack.enter_context(aside(self.transformer))
             dense = count(lambda: meta_call(self.transformer, **example))
-            return dense, site_costs(sites, calls, shapes, keys, self.method.fresh_keys)
+            return dense, site_costs(sites, calls, shapes, keys)
 
     def phases(self) -> dict[str, float]:
         """Seconds spent so far, over all runs, in each phase of the reduction path."""
@@ -452,9 +460,11 @@ class Session:
                 "cache-dit was enabled after attach and runs the model past this session; "
                 "call cache_dit.disable_cache(pipe) and detach(), enable it again, then attach"
             )
-        reduced = self.hooks.reduced()
+        frozen = any(step.frozen for step in self.stats)
+        blocks = set(self.hooks.blocks) if frozen else set()
+        reduced = self.hooks.reduced(blocks)
         skipped = {name for step in self.stats for name in step.skipped}
-        dense, costs = self._price(self.hooks.reduced(skipped)) if self.stats else (ZERO, {})
+        dense, costs = self._price(self.hooks.reduced(blocks | skipped)) if self.stats else (ZERO, {})
         before = self._clock_at_start
         return Summary(
             method=repr(self.method),
@@ -462,6 +472,7 @@ class Session:
             steps=list(self.stats),
             costs=costs,
             dense=dense,
+            frozen=self._price(reduced, frozen=True)[1] if frozen else {},
             seconds={phase: spent - before.get(phase, 0.0) for phase, spent in self._clock.seconds.items()},
             cached_bytes=max(self._cached_bytes, tensor_bytes(self._tracker.run.state)),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,10 @@ class Layout:
     @property
     def reference(self) -> int:
         return self.before + self.after
+
+    def alone(self) -> Layout:
+        """The same without reference tokens."""
+        return replace(self, before=0, after=0)
 
     @property
     def shape(self) -> tuple[int, int, int]:
