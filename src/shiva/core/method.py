@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from shiva.core import options
 from shiva.core.context import StepContext
+from shiva.core.layout import Layout
 from shiva.core.reduction import Reduction, Streams
 
 SiteKind = Literal["model", "block", "attention", "keys", "cross_attention", "ffn"]
@@ -72,6 +73,10 @@ class Place(Protocol):
     @property
     def module(self) -> nn.Module: ...
 
+    def references(self, rest: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Reference tokens before and after the image, of what its argument holds beside it, (B, R, D)."""
+        ...
+
 
 @dataclass(frozen=True)
 class BackboneSpec:
@@ -115,6 +120,8 @@ class Method(nn.Module):
     """Whether `ctx.time_embedding` and `ctx.prompt` must be filled in."""
     needs_sigma: bool = False
     """Whether `ctx.sigma` must be filled in."""
+    needs_latents: bool = False
+    """Whether `ctx.latents` must be."""
 
     new_run: ClassVar[type] = type(None)
     """State that lives from step to step of one sampling run: a dataclass of the method's own."""
