@@ -93,8 +93,14 @@ class Objectives:
         if teaching is not None:
             losses["output"] = F.mse_loss(prediction, teaching.prediction)
             for layer, taught in teaching.recording.outputs.items():
-                distance = normalized_distance(record.recording.outputs[layer], taught)
-                losses["distill"] = losses.get("distill", 0.0) + distance
+                learned = record.recording.outputs[layer]
+                if learned.shape != taught.shape:
+                    raise ValueError(
+                        f"distill.every={self.distill_every} compares the tokens after block {layer}, of which "
+                        f"{trained(self.session)} has {learned.shape[1]} and the dense model {taught.shape[1]}; set "
+                        "weights.distill=0, or another distill.every"
+                    )
+                losses["distill"] = losses.get("distill", 0.0) + normalized_distance(learned, taught)
         return {**losses, **record.losses}, record.keep
 
     def diffusion(self, prediction: Tensor, batch: MicroBatch) -> Tensor:
