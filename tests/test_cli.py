@@ -131,7 +131,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("generate", "m", "a fox", "--method", "ToMeSD", "--set", "ratio"), "--set ratio has no value; pass --set key="),
     (("generate", "m", "a fox", "--method", "ToMeSD", "--set", "ratio=[1"), "--set ratio=[1 does not read as YAML"),
     (("generate", "m", "a fox", "--method", "ToMeSD", "--set", "ratoi=1"), "did you mean 'ratio'?"),
-    (("generate", "m", "a fox", "--method", "SelectConfig"), "shiva has no method 'SelectConfig'; known keys: "),
+    (("generate", "m", "a fox", "--method", "SelectConfig"), "shiva has no method 'SelectConfig'; methods are "),
     (("generate", "m", "a fox", "--device", "nowhere"), "--device nowhere is not here"),
     (("generate", "m", "a fox", "--device", "meta:x"), "--device meta:x is not here"),
     (("generate", "m", "a fox", "--output", "{file}/x"), "is a file, so nothing can be written"),

@@ -23,8 +23,8 @@ from recipes.emoji.flow import flow_loss, logit_normal, make_transformer, sample
 from recipes.emoji.optim import Optimizers, orthogonalize
 from recipes.emoji.placeholder import load_without_t5
 from recipes.emoji.score import generate, score_images
+from recipes.emoji.sitting import Clock, load_state, rate_factor, save_state, update_ema
 from recipes.emoji.towers import make_text_tower
-from recipes.emoji.transformer import Clock, load_state, rate_factor, save_state, update_ema
 from recipes.emoji.vision import distort, make_vision_tower
 from reproduce.metrics.distances import frechet_distance, kernel_distance, retrieval
 from reproduce.metrics.text import TextImageScore
@@ -232,10 +232,10 @@ def test_resuming_gives_the_same_run(tmp_path: Path) -> None:
 
 
 def test_rate_warms_up_stays_and_decays() -> None:
-    assert rate_factor(Clock(step=0), 100, 60) == 0.01
-    assert rate_factor(Clock(step=500, seconds=1e6), 100, 60) == 1
-    assert rate_factor(Clock(step=500, seconds=130, decay_start=100), 100, 60) == 0.5
-    assert rate_factor(Clock(step=500, seconds=170, decay_start=100), 100, 60) == 0
+    assert rate_factor(Clock(step=0), 60) == 0.01
+    assert rate_factor(Clock(step=500, seconds=1e6), 60) == 1
+    assert rate_factor(Clock(step=500, seconds=130, decay_start=100), 60) == 0.5
+    assert rate_factor(Clock(step=500, seconds=170, decay_start=100), 60) == 0
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 24), (2, 24, 8)])

@@ -42,7 +42,7 @@ def transformer_of(target: Any) -> nn.Module:
     """The transformer of a pipeline, or the module itself, without a torch.compile wrapper."""
     transformer = target if isinstance(target, nn.Module) else getattr(target, "transformer", None)
     if transformer is None:
-        raise ValueError(f"{type(target).__name__} has no transformer; pass a DiT pipeline or its transformer")
+        raise ValueError(f"{type(target).__name__} has no transformer; pass a DiT pipeline, as in shiva.attach(pipe)")
     return getattr(transformer, "_orig_mod", transformer)
 
 

@@ -21,7 +21,7 @@ from shiva.training.call import Record, as_trained, at_keep, call, dense, first_
 from shiva.training.family import Family
 from shiva.training.feed import Items
 from shiva.training.log import grid_of, heat_map
-from shiva.training.noise import Before, MicroBatch, NoiseProcess, generator_of, seed_of
+from shiva.training.noise import Before, FlowMatching, MicroBatch, NoiseProcess, generator_of, seed_of
 from shiva.training.sections import Reuse, Validation
 
 
@@ -55,10 +55,25 @@ class Objectives:
     def call(self, batch: MicroBatch, **how: Any) -> tuple[Tensor, Record]:
         """The transformer's prediction (B, C, h, w), and the record of its call; `how` as in `call.call`."""
         dtype: torch.dtype = self.family.transformer.dtype
-        noisy = self.process.mix(batch.latents.float(), batch.noise.float(), batch.timestep)
+        noisy = batch.reached
+        if noisy is None:
+            noisy = self.process.mix(batch.latents.float(), batch.noise.float(), batch.timestep)
         text = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.text.items()}
         output, record = call(self.session, self.family.call(noisy.to(dtype), batch.timestep, text), **how)
         return self.family.prediction(output, noisy).float(), record
+
+    @torch.no_grad()
+    def rolled_out(self, batch: MicroBatch) -> MicroBatch:
+        """The batch where the reduced model's own run from its noise brings it, if that is asked for."""
+        if not batch.rolls_out or not isinstance(self.process, FlowMatching):
+            return batch
+        here = batch.noise.float()
+        torch.manual_seed(batch.seed)
+        for now, following in self.process.way_to(batch.timestep):
+            standing = replace(batch, timestep=now, reached=here)
+            prediction, _ = self.call(standing, explore=batch.exploration)
+            here = self.process.advance(here, prediction, now, following)
+        return replace(batch, reached=here)
 
     def forward(self, batch: MicroBatch) -> Tensor:
         return self.call(batch)[0]
@@ -87,9 +102,10 @@ class Objectives:
 
     def losses(self, batch: MicroBatch) -> tuple[dict[str, Tensor], float]:
         """Each loss of the reduced pass, not yet weighed; and the share of tokens it ran on."""
+        batch = self.rolled_out(batch)
         teaching = self.teach(batch) if self.needs_teacher else None
         prediction, record = self.learn(batch, teaching)
-        losses = {"diffusion": self.diffusion(prediction, batch)}
+        losses = {} if batch.reached is not None else {"diffusion": self.diffusion(prediction, batch)}
         if teaching is not None:
             losses["output"] = F.mse_loss(prediction, teaching.prediction)
             for layer, taught in teaching.recording.outputs.items():
@@ -112,7 +128,7 @@ class Objectives:
     ) -> tuple[dict[str, Tensor], float]:
         """Accumulate the gradients of this micro-batch's `share` of the loss; the losses, detached, and the keep."""
         losses, keep = self.losses(batch)
-        total = sum(self.weights.get(name, 1.0) * loss for name, loss in losses.items())
+        total = sum(self.weights.get(name, 1.0) * loss for name, loss in losses.items() if self.weights.get(name, 1.0))
         assert isinstance(total, Tensor)
         backward(total * share)
         if self.weights["complete"]:
@@ -232,6 +248,14 @@ class Validator:
             steps, guidance = self.options.image_steps, self.options.image_guidance
             pictures.extend(family.draw(text, size, steps, guidance, seeds, "pil"))
         return pictures
+
+
+def noise_levels(family: Family, side: int, steps: int) -> tuple[float, ...]:
+    """The noise levels at which the steps of the pipeline's own run begin, read off such a run."""
+    family.keep_empty()
+    with untouched_scheduler(family.pipe):
+        family.draw_latents(family.empty, (side, side), steps, 0.0, [0])
+        return tuple(family.pipe.scheduler.sigmas[:steps].tolist())
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from shiva.checkpoint import write_atomically
+from shiva.checkpoint import CONFIG_FILE, ShivaCheckpoint, write_atomically
 from shiva.core.options import Whole, build, fitted
 from shiva.core.trainable import Trainable
 from shiva.files import read_json, read_tensors, to_json
@@ -237,6 +237,28 @@ def weights_for(method: Trainable, state: State, budget: float | None) -> dict[s
                 "or other router or policy options, make them the same"
             )
     return {name: state.method[name] for name in learned}
+
+
+def start_from_checkpoint(method: Trainable, folder: Path) -> list[str]:
+    """Give a method the weights that a checkpoint has for it, such as a fitted shortcut; their names.
+
+    A policy stays behind: it was meant for another budget.
+    """
+    if not (folder / CONFIG_FILE).is_file():
+        raise FileNotFoundError(
+            f"start: {folder} holds neither states/step-* nor {CONFIG_FILE}; give the folder of a `shiva train` run, "
+            "of a checkpoint, or of a `shiva fit`"
+        )
+    policy = [id(parameter) for parameter in method.groups().get("policy", [])]
+    own = {name: weight for name, weight in method.named_parameters() if id(weight) not in policy}
+    found = ShivaCheckpoint.from_pretrained(folder).weights
+    shared = {name: found[name] for name in own if name in found}
+    other = [name for name, value in shared.items() if own[name].shape != value.shape]
+    if other or not shared:
+        lacking = f"{other[0]} of another shape" if other else "no weight"
+        raise ValueError(f"start: {folder} has {lacking} for {method}; give one of the same method and sizes")
+    method.load_state_dict({**method.state_dict(), **shared})
+    return list(shared)
 
 
 def flatten(values: Any, path: str = "") -> dict[str, Any]:

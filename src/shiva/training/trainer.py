@@ -21,7 +21,7 @@ from shiva.training.family import load_family
 from shiva.training.feed import Loaded, load_ahead, prepare
 from shiva.training.log import Log
 from shiva.training.noise import MicroBatch, Moment, draw_batch, moment, noise_process, seed_of
-from shiva.training.objectives import NonFiniteError, Objectives, Validator, not_finite_of
+from shiva.training.objectives import NonFiniteError, Objectives, Validator, noise_levels, not_finite_of
 from shiva.training.process import (
     Interrupted,
     any_rank,
@@ -40,6 +40,7 @@ from shiva.training.state import (
     newest_state,
     prune,
     save_state,
+    start_from_checkpoint,
     weights_for,
     written_whole,
 )
@@ -122,7 +123,10 @@ class Trainer:
             self.prepared = prepare(recipe, self.family, self.output, ranks, self.log.preparing)
         if recipe.data.kind == "latents" or recipe.data.cache is not None:
             self.family.drop_text_encoders()
-        process = noise_process(self.family.pipe.scheduler, recipe.sampling.density)
+        steps = recipe.sampling.steps
+        with self.session.disabled():
+            levels = () if steps is None else noise_levels(self.family, recipe.data.resolution, steps)
+        process = noise_process(self.family.pipe.scheduler, recipe.sampling.density, levels)
         self.objectives = Objectives(self.session, self.family, process, recipe.weights, recipe.distill.every)
         measured = (self.prepared.held_out, self.prepared.held_out_indices, recipe.validation, recipe.reuse)
         self.validator = Validator(self.objectives, *measured, recipe.seed, self.device)
@@ -142,10 +146,12 @@ class Trainer:
         self.log.say(f"continuing {self.newest} at step {self.step} of {self.recipe.steps}")
 
     def start_from(self, run: Path) -> None:
-        """Begin with what another run has learned."""
+        """Begin with what another run has learned, or a checkpoint holds."""
         found = newest_state(run, self.log.say)
         if found is None:
-            raise FileNotFoundError(f"start: {run} holds no states/step-*; give the folder of a `shiva train` run")
+            names = start_from_checkpoint(self.method, run)
+            self.log.say(f"starting with {', '.join(sorted({name.partition('.')[0] for name in names}))} of {run}")
+            return
         state = found[1]
         self.method.load_state_dict(weights_for(self.method, state, self.recipe.method.get("budget")), strict=False)
         self.adapter.load(state.adapter)
