@@ -248,23 +248,42 @@ def test_a_method_trains_the_same_over_sharded_weights(name: str, folder: Path, 
         torch.testing.assert_close(weights_too[key], tensor, rtol=1e-3, atol=1e-5, msg=key)
 
 
-SHARDINGS = [
-    ({"FSDP_VERSION": "1"}, "latents", "FSDP 1; set fsdp_version: 2"),
-    ({"FSDP_OFFLOAD_PARAMS": "true"}, "latents", "fsdp_offload_params=true is not supported"),
-    ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "latents", "compute.gradient_checkpointing=true"),
-    ({}, "prompts", "data.kind=prompts .* set data.kind=latents"),
+RUN = {"density": "run", "steps": 2}
+SHARDINGS: list[tuple[dict[str, str], dict[str, Any], str]] = [
+    ({"FSDP_VERSION": "1"}, {}, "FSDP 1; set fsdp_version: 2"),
+    ({"FSDP_OFFLOAD_PARAMS": "true"}, {}, "fsdp_offload_params=true is not supported"),
+    ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}, "compute.gradient_checkpointing=true"),
+    ({}, {"data": {"kind": "prompts"}}, "data.kind=prompts .* set data.kind=latents"),
+    ({}, {"sampling": {**RUN, "rollout": 0.5}}, "sampling.rollout=0.5 runs .* set it to 0"),
 ]
 
 
-@pytest.mark.parametrize(("environment", "data", "message"), SHARDINGS)
+@pytest.mark.parametrize(("environment", "changes", "message"), SHARDINGS)
 def test_what_fsdp_cannot_do_here_is_refused_by_name(
-    environment: dict[str, str], data: str, message: str, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], changes: dict[str, Any], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **environment}.items():
         monkeypatch.setenv(key, value)
+    recipe = recipe_from(tiny_recipe(folder, **changes))
     with pytest.raises(ValueError, match=message):
-        sharding_of(SimpleNamespace(num_processes=2), data)
-    assert sharding_of(SimpleNamespace(num_processes=1), data) is None
+        sharding_of(SimpleNamespace(num_processes=2), recipe)
+    assert sharding_of(SimpleNamespace(num_processes=1), recipe) is None
+
+
+def test_tokens_that_cannot_be_compared_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    """SparseDiT holds fewer inside, where a distilled block may lie."""
+    recipe = tiny_recipe(folder, distill={"every": 1})
+    recipe["method"] = {"name": "SparseDiT", **dataclasses.asdict(TRAINED["SparseDiT"])}  # type: ignore[call-overload]
+    recipe["stages"] = [{"name": "all", "steps": 1, "trains": ["adapter"]}]
+    trainer = Trainer(recipe_from(recipe), tmp_path)
+    trainer.prepare()
+    with pytest.raises(ValueError, match="distill.every=1 compares the tokens after block 0, of which SparseDiT"):
+        run_steps(trainer, 1)
+
+
+def test_micro_batches_that_roll_out_and_others_have_the_same_losses(folder: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(folder, tmp_path, sampling={**RUN, "rollout": 0.5})
+    assert all({"diffusion", "output"} <= numbers.keys() for numbers in run_steps(trainer, 3))
 
 
 # -- whole runs --------------------------------------------------------------------------------------
