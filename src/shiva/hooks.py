@@ -54,7 +54,9 @@ class RootHook(ModelHook):
         if session.enabled:
             return session._step(forward, args, kwargs)
         if session._recording is not None:
-            session.layout = session.backbone.layout(module, bind(session._names, args, kwargs))
+            call = bind(session._names, args, kwargs)
+            session._remember_shapes(call)
+            session._read_layout(call)
         return forward(*args, **kwargs)
 
 

@@ -21,8 +21,16 @@ from shiva.training.call import Record, as_trained, at_keep, call, dense, first_
 from shiva.training.family import Family
 from shiva.training.feed import Items
 from shiva.training.log import grid_of, heat_map
-from shiva.training.noise import Before, FlowMatching, MicroBatch, NoiseProcess, generator_of, seed_of
-from shiva.training.sections import Reuse, Validation
+from shiva.training.noise import (
+    Before,
+    FlowMatching,
+    MicroBatch,
+    NoiseProcess,
+    generator_of,
+    noise_process,
+    seed_of,
+)
+from shiva.training.sections import Reuse, Sampling, Validation
 
 
 @dataclass(frozen=True)
@@ -105,12 +113,19 @@ class Objectives:
         batch = self.rolled_out(batch)
         teaching = self.teach(batch) if self.needs_teacher else None
         prediction, record = self.learn(batch, teaching)
-        losses = {} if batch.reached is not None else {"diffusion": self.diffusion(prediction, batch)}
+        rolled = batch.reached is not None  # from where no target is known; all have the same names, as ranks add them
+        losses = {"diffusion": prediction.new_zeros(()) if rolled else self.diffusion(prediction, batch)}
         if teaching is not None:
             losses["output"] = F.mse_loss(prediction, teaching.prediction)
             for layer, taught in teaching.recording.outputs.items():
-                distance = normalized_distance(record.recording.outputs[layer], taught)
-                losses["distill"] = losses.get("distill", 0.0) + distance
+                learned = record.recording.outputs[layer]
+                if learned.shape != taught.shape:
+                    raise ValueError(
+                        f"distill.every={self.distill_every} compares the tokens after block {layer}, of which "
+                        f"{trained(self.session)} has {learned.shape[1]} and the dense model {taught.shape[1]}; set "
+                        "weights.distill=0, or another distill.every"
+                    )
+                losses["distill"] = losses.get("distill", 0.0) + normalized_distance(learned, taught)
         return {**losses, **record.losses}, record.keep
 
     def diffusion(self, prediction: Tensor, batch: MicroBatch) -> Tensor:
@@ -242,6 +257,12 @@ class Validator:
             steps, guidance = self.options.image_steps, self.options.image_guidance
             pictures.extend(family.draw(text, size, steps, guidance, seeds, "pil"))
         return pictures
+
+
+def process_of(family: Family, sampling: Sampling, side: int) -> NoiseProcess:
+    """The noise process of a pipeline, at the levels of a run where sampling follows one."""
+    levels = () if sampling.steps is None else noise_levels(family, side, sampling.steps)
+    return noise_process(family.pipe.scheduler, sampling.density, levels)
 
 
 def noise_levels(family: Family, side: int, steps: int) -> tuple[float, ...]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from shiva.core.needs import need
+from shiva.training.recipe import Recipe
 
 
 class Interrupted(Exception):
@@ -107,7 +108,7 @@ class Sharding:
         fully_shard(transformer, **how)
 
 
-def sharding_of(accelerator: Any, data: str) -> Sharding | None:
+def sharding_of(accelerator: Any, recipe: Recipe) -> Sharding | None:
     """What `accelerate launch --use_fsdp` asks for; accelerate itself leaves it out on CPUs."""
     wanted = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if not wanted or accelerator.num_processes == 1:
@@ -119,7 +120,12 @@ def sharding_of(accelerator: Any, data: str) -> Sharding | None:
         raise ValueError("fsdp_offload_params=true is not supported: weights are gathered on the device; set it false")
     if plugin.activation_checkpointing:
         raise ValueError("fsdp_activation_checkpointing=true: set it false and compute.gradient_checkpointing=true")
-    if data == "prompts":
+    if recipe.sampling.rollout:
+        raise ValueError(
+            f"sampling.rollout={recipe.sampling.rollout} runs as many steps on a rank as its timestep asks for, and "
+            "all ranks of FSDP must run the same; set it to 0"
+        )
+    if recipe.data.kind == "prompts":
         raise ValueError(
             "data.kind=prompts draws with the whole transformer, of which FSDP leaves a rank a share; make the "
             "latents in one process first, then set data.kind=latents"

@@ -189,12 +189,10 @@ class Sampling:
         if self.rollout and self.density != "run":
             raise ValueError(f"sampling.rollout={self.rollout} goes along a run; set density: run, and its steps")
         if self.ratio_min > self.ratio_max:
-            raise ValueError(
-                f"sampling.ratio_min={self.ratio_min} is above ratio_max={self.ratio_max}; exchange the two"
-            )
+            raise ValueError(f"sampling.ratio_min={self.ratio_min} is above ratio_max={self.ratio_max}; exchange them")
         if self.batch % self.micro_batch:
             raise ValueError(
-                f"sampling.batch={self.batch} is not a multiple of micro_batch={self.micro_batch}; make it one"
+                f"sampling.batch={self.batch} is not a multiple of micro_batch={self.micro_batch}; mend it"
             )
 
     @property

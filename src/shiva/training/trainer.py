@@ -20,8 +20,8 @@ from shiva.training.call import begin_batch, blocks_of, check_groups, finish, tr
 from shiva.training.family import load_family
 from shiva.training.feed import Loaded, load_ahead, prepare
 from shiva.training.log import Log
-from shiva.training.noise import MicroBatch, Moment, draw_batch, moment, noise_process, seed_of
-from shiva.training.objectives import NonFiniteError, Objectives, Validator, noise_levels, not_finite_of
+from shiva.training.noise import MicroBatch, Moment, draw_batch, moment, seed_of
+from shiva.training.objectives import NonFiniteError, Objectives, Validator, not_finite_of, process_of
 from shiva.training.process import (
     Interrupted,
     any_rank,
@@ -63,7 +63,7 @@ class Trainer:
                 f"a global batch of {self.micro_batches} micro-batches cannot be shared by {self.world} ranks; "
                 "change sampling.batch or sampling.micro_batch"
             )
-        self.sharding = sharding_of(self.accelerator, recipe.data.kind)
+        self.sharding = sharding_of(self.accelerator, recipe)
         self.log = Log(output, self.accelerator, recipe)
         self.groups: dict[str, list[nn.Parameter]] = {}
         self.optimizer: Any = None
@@ -91,14 +91,12 @@ class Trainer:
             elif self.recipe.start is not None:
                 self.start_from(Path(self.recipe.start))
             self.log.begin(self.step)
-            try:
+            with contextlib.closing(self.log):
                 with noted_signals() as signals:
                     self.train(signals)
                 if self.main:
                     self.export()
                 self.accelerator.wait_for_everyone()
-            finally:
-                self.log.close()
         return self.final
 
     def prepare(self) -> None:
@@ -123,10 +121,8 @@ class Trainer:
             self.prepared = prepare(recipe, self.family, self.output, ranks, self.log.preparing)
         if recipe.data.kind == "latents" or recipe.data.cache is not None:
             self.family.drop_text_encoders()
-        steps = recipe.sampling.steps
         with self.session.disabled():
-            levels = () if steps is None else noise_levels(self.family, recipe.data.resolution, steps)
-        process = noise_process(self.family.pipe.scheduler, recipe.sampling.density, levels)
+            process = process_of(self.family, recipe.sampling, recipe.data.resolution)
         self.objectives = Objectives(self.session, self.family, process, recipe.weights, recipe.distill.every)
         measured = (self.prepared.held_out, self.prepared.held_out_indices, recipe.validation, recipe.reuse)
         self.validator = Validator(self.objectives, *measured, recipe.seed, self.device)
@@ -213,8 +209,8 @@ class Trainer:
         recipe, count = self.recipe, self.micro_batches
         tokens = [self.family.tokens(ref.grid) for ref in loaded.refs]
         draws = draw_batch(recipe, self.objectives.process, now, self.step, tokens, self.method.needs_earlier)
-        seed = seed_of(recipe.seed, "batch", self.step)
-        begin_batch(self.session, draws[0].exploration, [draw.timestep for draw in draws], seed)
+        timesteps, seed = [draw.timestep for draw in draws], seed_of(recipe.seed, "batch", self.step)
+        begin_batch(self.session, draws[0].exploration, timesteps, seed)
 
         def micro_batch(index: int) -> MicroBatch:
             latents, text = self.prepared.feed.encode(loaded.mine[index].result())
@@ -260,10 +256,8 @@ class Trainer:
 
     def not_finite(self, batch: MicroBatch, error: ValueError | None = None) -> Exception:
         """What to raise: where values stopped being finite, or the error itself if they did not."""
-        where = None
-        if self.sharding is None:  # one rank alone cannot run what is sharded
-            with self.accelerator.autocast():
-                where = self.objectives.diagnose(batch)
+        with self.accelerator.autocast():  # one rank alone cannot run what is sharded
+            where = self.objectives.diagnose(batch) if self.sharding is None else None
         if where is None and error is not None:
             return error
         return NonFiniteError(where or "the loss is not finite", self.step, self.newest)
