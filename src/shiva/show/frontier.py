@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shiva.show.style import QUIET, SHIVA, family, plot, save
+from shiva.show.style import OURS, QUIET, family, plot, save
 
 LINES = {"fewer steps": ("#000000", "-"), "even steps": ("#475569", "--"), "multistep": ("#475569", ":")}
 """Colour and stroke of runs that only take fewer steps."""
@@ -79,7 +79,7 @@ def draw_series(axis: Any, name: str, members: list[dict[str, Any]], key: str) -
     """One line of alike points; where its name belongs, unless it is a variant of another line."""
     kind, variant = members[0]["kind"], "," in name
     ours = family(name).ours and kind == "tokens"
-    colour, stroke = LINES.get(kind, (SHIVA if ours else GREY, "none" if variant else "-"))
+    colour, stroke = LINES.get(kind, (OURS if ours else GREY, "none" if variant else "-"))
     across, up = [p["cost"] for p in members], [p[key] for p in members]
     marker = {"marker": "o", "markersize": 6 if ours else 4, "markerfacecolor": "white" if variant else colour}
     axis.plot(across, up, color=colour, linestyle=stroke, linewidth=2.2 if ours else 1.2, **marker)
