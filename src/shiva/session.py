@@ -289,7 +289,7 @@ class Session:
         """Book what ran, and free what the run carried once it is over: the autoencoder needs the memory."""
         skipped = tuple(name for name in self.hooks.blocks if name not in ctx.ran)
         self.stats.append(StepRecord(ctx.timestep, ctx.tokens, dict(ctx.kept), skipped, self._own_flops(ctx)))
-        ctx.block_input = None
+        ctx.block_input = ctx.latents = None
         if self._tracker.run.is_over(ctx.steps):
             self._cached_bytes = tensor_bytes(ctx.run)
             self._tracker.run.state = ctx.run = self.method.new_run()
@@ -321,6 +321,7 @@ class Session:
             step=run.step,
             first=run.first,
             steps=None if timesteps is None else len(timesteps),
+            latents=latents,
             channels=self.backbone.channels(latents),
             guidance_pairs=run.paired,
             conditional_half=self.backbone.conditional_half,

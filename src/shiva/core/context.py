@@ -107,6 +107,8 @@ class StepContext:
     """Index of the run's first step, above 0 where it starts from an image."""
     steps: int | None = None
     """Number of the scheduler's steps, where one is known."""
+    latents: Tensor | None = field(default=None, repr=False)
+    """What the model was given, noisy: (B, C, H, W), (B, C, F, H, W) or (B, N, C); None outside a call."""
     channels: int = 0
     """Channels of the latents; a model that also predicts their variance returns twice as many."""
     guidance_pairs: bool = False
