@@ -213,14 +213,14 @@ class Hooks:
         blocks = [hook for hook in self._sites if hook.site.kind == "block"]
         model = "model" in method.sites
         for hook in self._sites:
-            hook.acts = not model and method.selects(hook.site)
-            hook.leads, hook.ends = model and hook is blocks[0], model and hook is blocks[-1]
+            hook.acts = method.selects(hook.site) and not (model and hook.site.kind == "block")
+            hook.leads, hook.ends = model and hook is blocks[method.leading], model and hook is blocks[-1]
         acting = [hook.site for hook in self._sites if hook.acts]
         whole = {site.layer for site in acting if site.kind == "block"}
         for hook in self._sites:
             inside = hook.site.kind == "keys" or (hook.site.kind != "block" and hook.site.layer in whole)
             hook.counts = hook.site.kind == "block" or (hook.acts and not inside)
-            hook.reduces = hook.counts and (hook.acts or model)
+            hook.reduces = hook.counts and (hook.acts or (model and hook.site.layer >= method.leading))
         if not acting and not model:
             raise ValueError(
                 f"{type(method).__name__} matches none of the {len(self._sites)} sites of "

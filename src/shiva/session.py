@@ -339,6 +339,7 @@ class Session:
             step=run.step,
             first=run.first,
             steps=None if timesteps is None else len(timesteps),
+            latents=latents,
             channels=self.backbone.channels(latents),
             guidance_pairs=run.paired,
             conditional_half=self.backbone.conditional_half,
@@ -352,8 +353,6 @@ class Session:
             trace=self._trace,
             clock=self._clock if latents.device.type == "cpu" else None,
         )
-        if self.method.needs_latents:
-            ctx.latents = latents
         self._move_method(latents.device)
         with ctx.phase("lookup"):
             ctx.counts = self.method.plan(ctx, timesteps)

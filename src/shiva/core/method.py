@@ -110,6 +110,8 @@ class Method(nn.Module):
     """Whether every count of tokens is known before a step starts."""
     recordable: bool = False
     """Whether nothing is carried between steps, so that a recorded graph of a step can be replayed."""
+    leading: int = 0
+    """Blocks before the model site, which see all tokens, in a method that acts there."""
     whole_keys: bool = False
     """Whether tokens that are computed attend to all others, in the layers whose keys it selects."""
     fresh_keys: bool = False
@@ -120,8 +122,6 @@ class Method(nn.Module):
     """Whether `ctx.time_embedding` and `ctx.prompt` must be filled in."""
     needs_sigma: bool = False
     """Whether `ctx.sigma` must be filled in."""
-    needs_latents: bool = False
-    """Whether `ctx.latents` must be."""
 
     new_run: ClassVar[type] = type(None)
     """State that lives from step to step of one sampling run: a dataclass of the method's own."""
