@@ -29,6 +29,8 @@ class Model:
     """The pipeline's `max_sequence_length`; None takes the pipeline's own default."""
     guidance: NotNegative = 3.5
     """Embedded guidance of a guidance-distilled transformer (Flux.1-dev); others ignore it."""
+    frames: Count = 1
+    """Latent frames of the clips that a video model draws from prompts; captioned pictures are clips of one."""
 
 
 @dataclass(frozen=True)
