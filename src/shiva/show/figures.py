@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shiva.core.trace import Trace
+from shiva.evaluate.frontier import pareto
 from shiva.show.style import FAMILIES, MAP, PALETTE, QUIET, colour, family, legend_beside, plot, save
 
 SHOWN = 5
@@ -37,11 +38,7 @@ class Point:
 def pareto_front(points: Sequence[Point], higher_is_better: bool = True) -> list[Point]:
     """The points that no other beats on both axes, from the cheapest on."""
     sign = 1 if higher_is_better else -1
-    front: list[Point] = []
-    for point in sorted(points, key=lambda p: (p.cost, -sign * p.quality)):
-        if not front or sign * point.quality > sign * front[-1].quality:
-            front.append(point)
-    return front
+    return pareto(points, lambda point: point.cost, lambda point: sign * point.quality)
 
 
 def quality_cost(points: Sequence[Point], cost: str, quality: str, higher_is_better: bool = True) -> Any:

@@ -29,7 +29,7 @@ class Family(NamedTuple):
 
 
 FAMILIES = (
-    Family("ours", OURS, "o", ("shiva", "sweep", "lattice"), ours=True),
+    Family("ours", OURS, "o", ("shiva", "sweep", "lattice", "probe", "refresh"), ours=True),
     Family("dense", DENSE, "D", ("dense", "fine-tuned")),
     Family("others", OTHER, "s", ("",)),
 )
