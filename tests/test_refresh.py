@@ -6,14 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import shiva
-from pipelines import PIPELINES
+from pipelines import PIPELINES, dit
+from shiva.cli import app
 from shiva.core.layout import Layout
+from shiva.evaluate.drawing import draw, load_with_arguments
+from shiva.fitting import fit_probe
 from shiva.methods.coredit import coherence, covering
 from shiva.methods.jit import lifted
 from shiva.ops.prediction import to_prediction, to_tokens, token_mask
-from shiva.ops.probe import look
+from shiva.ops.probe import FEATURES, Moves, Probe, look, regress
 
 from tiny import BACKBONES
 
@@ -157,3 +161,30 @@ def test_a_look_keeps_distances_up_to_a_factor() -> None:
     seen = (look(x[None]) - look(y[None])).norm(dim=-1)[0]
     true = (x - y).norm(dim=-1)
     assert (seen / true).std() / (seen / true).mean() < 0.2
+
+
+def test_the_probe_is_fitted_on_dense_runs_and_comes_back_from_its_folder(tmp_path: Path) -> None:
+    dit().save_pretrained(tmp_path / "dit")
+    arguments = ["fit", tmp_path / "dit", "--probe", "--prompts", 4, "--steps", 5, "--guidance", 1]
+    found = CliRunner().invoke(app, [str(part) for part in (*arguments, "--output", tmp_path / "probed")])
+    assert found.exit_code == 0, found.output
+    assert "of log distances on held-out prompts" in found.output
+    pipe, _ = load_with_arguments(tmp_path / "dit")
+    with shiva.attach(pipe, tmp_path / "probed", budget=0.5) as session:
+        assert isinstance(session.method.config, shiva.Refresh)
+        assert session.method.config.score == "probe"
+        draw(pipe, ["1"], 0, [0], 4, 1.0, output_type="latent")
+        assert session.summary().flops_share < 0.9
+    with pytest.raises(ValueError, match="tell too little"):
+        fit_probe(pipe, ["1", "2"], steps=(2,))
+
+
+def test_a_probe_learns_what_the_look_tells() -> None:
+    generator = torch.Generator().manual_seed(0)
+    looks = [torch.randn(2, 64, FEATURES, generator=generator).cumsum(0) for _ in range(5)]
+    totals = [2 * seen * (1 + seen[..., :1].abs()) for seen in looks]
+    waits = Moves.of(looks, totals, [0.9, 0.7, 0.5, 0.3, 0.1], generator)
+    assert waits.age.unique().tolist() == [0, 1, 2, 3]
+    fitted, alone = regress(Probe(), waits, waits, 300, generator, size=512)
+    assert fitted > alone
+    assert fitted > 0.7

@@ -30,6 +30,10 @@ def fit(
     degree: Annotated[int, typer.Option(min=0, max=3, help="Highest power of the noise level that it knows")] = 1,
     stride: Annotated[int, typer.Option(min=1, help="Take every so manieth token; for large images")] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Prompts a call")] = 4,
+    probe: Annotated[
+        bool,
+        typer.Option("--probe", help="Fit the probe of Refresh instead, for runs of many steps"),
+    ] = False,
     layers_at_once: Annotated[
         int | None, typer.Option(min=1, help="Layers a pass over the prompts; else as many as 4 GiB of sums allow")
     ] = None,
@@ -38,7 +42,7 @@ def fit(
     device: Device = "cpu",
     dtype: Dtype = "float32",
 ) -> None:
-    """Fit what skipped tokens get, in minutes: no data set, no gradient.
+    """Fit what skipped tokens get, or with --probe which are skipped, in minutes and without a data set.
 
     Runs the prompts dense, and solves for each block a small linear map from a token to what the block adds to it.
     Four fifths of the prompts are fitted on, the others say how much is explained (R² by layer). Then:
@@ -66,6 +70,10 @@ def fit(
     runs = numbers("--steps", steps, int)
     if not runs or min(runs) < 1:
         raise ValueError(f"--steps {steps} names no run; pass such as 4, or 4,8")
+    if probe:
+        shared: dict[str, Any] = {"steps": runs, "guidance": guidance, "seed": seed, "batch": batch}
+        write_probe(pipe, model, texts, output, {**shared, "arguments": arguments})
+        return
     how: dict[str, Any] = {"steps": runs, "guidance": guidance, "rank": rank, "degree": degree}
     how |= {"stride": stride, "seed": seed, "batch": batch, "layers_at_once": layers_at_once}
     with progress_line() as progress:
@@ -86,6 +94,23 @@ def fit(
         listed = ", ".join(map(str, fitted.weak))
         advice = "more prompts, a higher --rank, or these layers dense (attach with dense=...) may help"
         typer.secho(f"warning: little of layers {listed} is explained on held-out prompts; {advice}", err=True)
+
+
+def write_probe(pipe: Any, model: str, texts: list[str], output: Path, how: dict[str, Any]) -> None:
+    """Fit the probe of Refresh, and say how much it explains."""
+    from shiva.bench.environment import environment
+    from shiva.checkpoint import to_json, write_atomically
+    from shiva.fitting import fit_probe
+
+    with progress_line() as progress:
+        probed = fit_probe(pipe, texts, progress=progress, **how)
+    probed.checkpoint(model).save_pretrained(output)
+    found = {"explained": probed.explained, "alone": probed.alone, "samples": probed.samples}
+    report = {"environment": environment(), "settings": {"model": model, "prompts": texts, **how}, **found}
+    write_atomically(output / "fit.json", to_json({**report, "seconds": round(probed.seconds, 1)}))
+    told = f"R² {probed.explained:.3f} of log distances on held-out prompts, {probed.alone:.3f} by the first block's "
+    typer.echo(f"{told}change alone; {probed.samples} waits in {probed.seconds:.0f} s")
+    typer.echo(f"{output}: shiva.attach(pipe, {str(output)!r}, budget=0.5)")
 
 
 def texts_of(pipe: Any, prompts: str, limit: int) -> list[str]:
