@@ -164,6 +164,12 @@ METHODS: dict[str, Row] = {
         kept=half_at("attention", "cross_attention", "ffn"),
         dense_calls=1,
     ),
+    "diffsparse": Row(
+        on=shiva.DiffSparse(budget=0.5),
+        off=shiva.DiffSparse(budget=1.0),
+        kept=half_but_first,
+        dense_calls=1,
+    ),
     "jit": Row(
         on=shiva.JiT(stages=((1.0, 0.5),)),
         off=shiva.JiT(stages=()),

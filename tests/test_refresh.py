@@ -13,9 +13,11 @@ from pipelines import PIPELINES, dit
 from shiva.cli import app
 from shiva.core.layout import Layout
 from shiva.evaluate.drawing import draw, load_with_arguments
-from shiva.fitting import fit_probe
+from shiva.fitting.probe import fit_probe
+from shiva.fitting.table import fit_table
 from shiva.methods.coredit import coherence, covering
 from shiva.methods.jit import lifted
+from shiva.ops.allocate import Cell, allocate
 from shiva.ops.prediction import to_prediction, to_tokens, token_mask
 from shiva.ops.probe import FEATURES, Moves, Probe, look, regress
 
@@ -188,3 +190,31 @@ def test_a_probe_learns_what_the_look_tells() -> None:
     fitted, alone = regress(Probe(), waits, waits, 300, generator, size=512)
     assert fitted > alone
     assert fitted > 0.7
+
+
+def test_a_budget_goes_where_it_is_worth_most() -> None:
+    steep, gentle = ((0.25, 9.0), (0.5, 4.0), (1.0, 0.0)), ((0.25, 4.1), (0.5, 4.0), (1.0, 3.9))
+    cells = [Cell(0.25, steep), Cell(0.25, gentle), Cell(0.25, gentle), Cell(0.25, steep)]
+    found = allocate(cells, 0.5, (0.1, 0.25, 0.5, 0.8, 1.0))
+    assert min(found[0], found[3]) > 0.5 > max(found[1], found[2])
+    assert sum(found) / 4 <= 0.5
+    with pytest.raises(ValueError, match="below the smallest ratio"):
+        allocate(cells, 0.05, (0.1, 1.0))
+
+
+def test_a_table_is_learned_on_whole_runs_and_comes_back_from_its_folder(tmp_path: Path) -> None:
+    dit().save_pretrained(tmp_path / "dit")
+    arguments = ["fit", tmp_path / "dit", "--table", "DiffSparse", "--prompts", 2, "--steps", 4, "--guidance", 1]
+    arguments += ["--cells", "3,2", "--budget", 0.6, "--output", tmp_path / "table"]
+    found = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    assert found.exit_code == 0
+    assert "squared error of final latents" in found.output
+    pipe, _ = load_with_arguments(tmp_path / "dit")
+    with shiva.attach(pipe, tmp_path / "table") as session:
+        assert isinstance(session.method.config, shiva.DiffSparse)
+        draw(pipe, ["1"], 0, [0], 4, 1.0, output_type="latent")
+        kept = [[step.kept[f"transformer_blocks.{layer}"] for layer in range(4)] for step in session.stats]
+        assert kept[0] == [64] * 4, "the first step is dense"
+        assert sum(map(sum, (row[1:] for row in kept))) / (64 * 12) <= 0.62
+    with pytest.raises(ValueError, match="has no table to learn"):
+        fit_table(pipe, shiva.ToMeSD(), ["1", "2"], budget=0.5, steps=3)
