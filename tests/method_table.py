@@ -126,6 +126,13 @@ METHODS: dict[str, Row] = {
         kept=half_but_first,
         everywhere=True,
     ),
+    "sweep-fresh": Row(
+        on=shiva.Sweep(budget=0.5, attends="fresh"),
+        off=shiva.Sweep(budget=1.0, attends="fresh"),
+        kept=half_but_first,
+        backbones=("sd3", "sd35", "pixart", "dit"),
+        dense_calls=1,
+    ),
     "shiva-input": Row(
         on=shiva.Shiva(budget=0.5, estimator="input"),
         off=shiva.Shiva(budget=1.0),

@@ -55,6 +55,18 @@ def test_half_precision_holds_half_of_it_and_hardly_changes_the_image(tmp_path: 
     assert (images[1] - images[0]).abs().max() < 0.02 * images[0].abs().max()
 
 
+def test_fresh_keys_of_what_tokens_are_believed_to_be_need_a_third_of_the_memory(tmp_path: Path) -> None:
+    tiny = PIPELINES["sd3"]
+    pipe = tiny.load(tmp_path)
+    dense, sizes, errors = tiny.image(pipe, steps=6), [], []
+    for attends in ("all", "fresh"):
+        with shiva.attach(pipe, shiva.Sweep(budget=0.5, attends=attends)) as session:
+            errors.append((tiny.image(pipe, steps=6) - dense).square().mean())
+            sizes.append(session.summary().cached_bytes)
+    assert 3 * sizes[1] == sizes[0]
+    assert errors[1] < errors[0]
+
+
 def test_resets_and_waiting_leave_no_token_behind() -> None:
     tiny = BACKBONES["sd3"]
     model = tiny.make()

@@ -70,7 +70,7 @@ def fit_table(
     method: Any = config.changed({"budget": None}).build(spec) if isinstance(config, CountOptions) else None
     if not isinstance(method, Trainable):
         raise ValueError(f"{type(config).__name__} has no table to learn; pass Refresh or DiffSparse")
-    count: Table = method.count
+    count: Table = method.count  # type: ignore[assignment]
     half = (len(prompts) + 1) // 2
 
     def latents(places: Sequence[int]) -> Tensor:

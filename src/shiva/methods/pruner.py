@@ -23,7 +23,7 @@ from shiva.ops.topk import hard_topk
 
 SHORTCUT = "shortcut."
 """How the names of the fill's own weights begin."""
-Attends = Literal["selected", "all"]
+Attends = Literal["selected", "all", "fresh"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PrunerOptions(ShortcutOptions):
     """Bonus of an even cover of the grid, over layers and steps, in deviations of the scores; 0 has none."""
     attends: Attends = "selected"
     """What the selected attend to: selected (the paper), or all: by the keys and values that the others last had if
-    their updates are cached, by fresh ones of all tokens otherwise."""
+    their updates are cached, by fresh ones otherwise; fresh, by fresh ones of what the others are believed to be."""
 
 
 @dataclass
@@ -74,8 +74,8 @@ class Pruner(Method):
         self.needs_sigma = self.shortcut is not None
         self.guidance = config.guidance
         self.age_weight = config.age
-        self.whole_keys = config.attends == "all"
-        self.fresh_keys = self.whole_keys and not self.fill.caches
+        self.whole_keys = config.attends != "selected"
+        self.fresh_keys = self.whole_keys and (config.attends == "fresh" or not self.fill.caches)
         if self.fresh_keys:
             self.sites = self.sites | INSIDE
         self.requires = frozenset({"block", "keys"}) if self.whole_keys else frozenset({"block"})
@@ -199,7 +199,7 @@ class RoutedPruner(Pruner, Trainable):
         return {"router": list(self.routers.parameters()), **fill}
 
     def begin_step(self, ctx: StepContext) -> None:
-        if self.training and self.whole_keys and (self.gates_inputs or not self.fresh_keys):
+        if self.training and self.whole_keys and (self.gates_inputs or self.fill.caches):
             raise ValueError(
                 "attends='all' is for inference, unless no update is cached and the estimator gates outputs; train "
                 "with attends='selected', then pass it to attach"
