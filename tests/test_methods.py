@@ -191,22 +191,35 @@ def test_guidance_halves_and_branches_keep_the_same_tokens_under_a_joint_policy(
 @pytest.mark.parametrize(("method", "backbone"), TRAINED)
 def test_gradient_checkpointing_gives_the_same_gradients(method: str, backbone: str) -> None:
     tiny, row = BACKBONES[backbone], METHODS[method]
-    plain = training_gradients(tiny, row, checkpointing=False)
-    checkpointed = training_gradients(tiny, row, checkpointing=True)
+    plain = gradients(tiny, row.on, checkpointing=False, training=True)
+    checkpointed = gradients(tiny, row.on, checkpointing=True, training=True)
     assert plain.keys() == checkpointed.keys()
     assert any(gradient.abs().max() > 0 for gradient in plain.values())
     for name, gradient in plain.items():
         torch.testing.assert_close(checkpointed[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def training_gradients(tiny: Tiny, row: Row, checkpointing: bool) -> dict[str, Tensor]:
+@pytest.mark.parametrize("method", METHODS)
+def test_and_so_it_does_in_inference_whose_blocks_find_their_first_choice_again(method: str) -> None:
+    config, tiny = METHODS[method].on, BACKBONES["sd3"]
+    aged = {"fill": "cached", "age": 0.5, "attends": "selected", "share_pairs": False}
+    for on in (config, config.changed({name: value for name, value in aged.items() if hasattr(config, name)})):
+        plain, checkpointed = (gradients(tiny, on, checkpointing) for checkpointing in (False, True))
+        torch.testing.assert_close(checkpointed["latents"], plain["latents"], rtol=1e-4, atol=1e-6)
+
+
+def gradients(tiny: Tiny, config: Any, checkpointing: bool, training: bool = False) -> dict[str, Tensor]:
+    """Of the method's weights in training; otherwise of the latents, after two steps of a run."""
     model = tiny.make().requires_grad_(False)
     if checkpointing:
         model.enable_gradient_checkpointing()
     torch.manual_seed(0)
-    with shiva.attach(model, row.on, cfg="none") as session:
-        session.method.train()
-        call = tiny.call(2, 8, 8)
-        call["hidden_states"].requires_grad_(True)
-        model(**call)[0].square().mean().backward()
-        return {n: p.grad for n, p in session.method.named_parameters() if p.grad is not None}
+    with shiva.attach(model, config, cfg="none" if training else "batched") as session:
+        session.method.train(training)
+        for timestep in (500.0,) if training else (900.0, 600.0):
+            call = tiny.call(2, 8, 8, timestep=timestep)
+            latents = call["hidden_states"].requires_grad_(True)
+            model(**call)[0].square().mean().backward()
+        assert latents.grad is not None
+        found = {n: p.grad for n, p in session.method.named_parameters() if p.grad is not None}
+        return found if training else {"latents": latents.grad}

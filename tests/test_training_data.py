@@ -21,7 +21,7 @@ from shiva.training.data import (
     stream_examples,
     to_tensor,
 )
-from shiva.training.family import SD3Family, load_family
+from shiva.training.families import SD3Family, load_family
 from shiva.training.feed import MapFeed, StreamFeed, load_ahead, prepare
 from shiva.training.recipe import recipe_from
 from shiva.training.sections import Data
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def family(folder: Path) -> SD3Family:
-    loaded = load_family(recipe_from(tiny_recipe(folder)).model, torch.device("cpu"), torch.float32)
+    loaded = load_family(recipe_from(tiny_recipe(folder)).model, torch.float32)
     assert isinstance(loaded, SD3Family)
     return loaded
 

@@ -22,7 +22,8 @@ from shiva.compat import (
     HOOK,
     caches_off,
     offloading_off,
-    refuse_attention_caches,
+    plain_linears,
+    refuse_always,
     refuse_replaced,
     under_cache_dit,
 )
@@ -34,7 +35,7 @@ from shiva.core.layout import Layout
 from shiva.core.method import Method
 from shiva.core.trace import Trace
 from shiva.core.trainable import Trainable
-from shiva.cost import StepRecord, Summary, meta_call, site_costs, tensor_bytes, to_meta, total
+from shiva.cost import Keys, StepRecord, Summary, meta_call, site_costs, tensor_bytes, to_meta, total
 from shiva.hooks import Hooks
 from shiva.progress import CFG, Run, RunTracker, Seen, read_timestep, shape_of
 
@@ -113,9 +114,14 @@ class Session:
     def __repr__(self) -> str:
         if not self.attached:
             return f"<detached session of {self.method}>"
-        ran = f", {len(self.stats)} calls in its last run" if self.stats else ", nothing has run yet"
         adapted = "" if self._adapter is None else ", its adapter in the weights"
-        return f"<{self.method.config} at work in {self.spec.name}{adapted}{ran}>"
+        sites = [site.name for site in self.hooks.reduced()]
+        kept = [(step.kept.get(name, 0), step.tokens) for step in self.stats for name in sites]
+        share = sum(count for count, _ in kept) / max(sum(tokens for _, tokens in kept), 1)
+        ran = "nothing has run yet"
+        if self.stats:
+            ran = f"{len(self.stats)} calls ran {share:.0%} of the tokens of the layers it reduces"
+        return f"<{self._turned or self.method.config} at work in {self.spec.name}{adapted}; {ran}>"
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise RuntimeError("a model with a Shiva session attached cannot be copied: detach(), copy, attach again")
@@ -234,6 +240,7 @@ class Session:
 
     # -- one transformer call ------------------------------------------------------------------------
 
+    @torch.compiler.disable(recursive=False)
     def _step(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = bind(self._names, args, kwargs)
         if self.backbone.is_extra(call):
@@ -245,8 +252,7 @@ class Session:
                 "load a pipeline for each thread, or take turns"
             )
         try:
-            self._remember_shapes(call)
-            self.ctx = ctx = self._context(call)
+            self.ctx = ctx = self._place(call)
             if self.runner is not None and ctx.trace is None:
                 output = self.runner(ctx, call)
             else:
@@ -257,6 +263,12 @@ class Session:
             return output
         finally:
             self._busy.release()
+
+    @torch.compiler.disable
+    def _place(self, call: Call) -> StepContext:
+        """Where a call stands, which is read on the host: a transformer that the user compiled has none of it."""
+        self._remember_shapes(call)
+        return self._context(call)
 
     def _remember_shapes(self, call: Call) -> None:
         """Keep a call for pricing, its shapes alone where they are enough; steps of a run have the same."""
@@ -285,11 +297,17 @@ class Session:
         output[next(iter(output))] = replaced
         return output
 
+    @torch.compiler.disable
     def _close(self, ctx: StepContext) -> None:
         """Book what ran, and free what the run carried once it is over: the autoencoder needs the memory."""
         skipped = tuple(name for name in self.hooks.blocks if name not in ctx.ran)
-        self.stats.append(StepRecord(ctx.timestep, ctx.tokens, dict(ctx.kept), skipped, self._own_flops(ctx)))
+        self.stats.append(
+            StepRecord(ctx.timestep, ctx.tokens, dict(ctx.kept), skipped, self._own_flops(ctx), ctx.frozen)
+        )
         ctx.block_input = ctx.latents = None
+        if torch.is_grad_enabled():  # gradient checkpointing will run the blocks again, and find what they found
+            return
+        ctx.held = None
         if self._tracker.run.is_over(ctx.steps):
             self._cached_bytes = tensor_bytes(ctx.run)
             self._tracker.run.state = ctx.run = self.method.new_run()
@@ -307,7 +325,7 @@ class Session:
         guided = getattr(self.pipeline, "do_classifier_free_guidance", None)
         announced = self.hooks.announced
         previous = self._tracker.run
-        run, timesteps = self._tracker.follow(timestep, latents, schedule, guided, announced, layout.shape)
+        run, timesteps = self._tracker.follow(timestep, latents, schedule, guided, announced, layout.grid)
         if self.backbone.rises:
             timestep = 1000 - timestep
             timesteps = None if timesteps is None else [1000 - t for t in timesteps]
@@ -347,8 +365,9 @@ class Session:
             self.method.turn(self._turned)
             self._turned = None
         run.state = self.method.new_run()
-        refuse_attention_caches(self.transformer)
+        refuse_always(self.transformer)
         self.hooks.settle()
+        self.hooks.take_compiled()
         refuse_replaced(self.transformer, {site.name: site.module for site in self.hooks.key_sites()})
         self.stats, self._cached_bytes = [], 0
         self._clock_at_start = dict(self._clock.seconds)
@@ -384,8 +403,7 @@ class Session:
         Token counts are settled here, on the host. Inside, nothing depends on a value.
         """
         if ctx is None:
-            self._remember_shapes(call)
-            self.ctx = ctx = self._context(call)
+            self.ctx = ctx = self._place(call)
         return StepProgram(self, ctx)
 
     def original_forward(self) -> Callable[..., Any]:
@@ -421,18 +439,25 @@ class Session:
         own = functools.partial(self._own_flops, StepContext(layout=layout, timestep=0.0))
         return CostModel(dense - total(cost(layout.tokens) for cost in layers), layers, layout.tokens, own)
 
-    def _price(self, sites: Sequence[Site]) -> tuple[Flops, dict[str, SiteCost]]:
-        """FLOPs of the latest call run dense, and of each site by its number of tokens; nothing is computed."""
+    def _price(self, sites: Sequence[Site], frozen: bool = False) -> tuple[Flops, dict[str, SiteCost]]:
+        """FLOPs of the latest call run dense, and of each site by its number of tokens; nothing is computed.
+
+        `frozen`, the sites are priced without the reference tokens, which are keys only.
+        """
         if self._example is None or self._priced is None:
             raise RuntimeError("no call has been seen yet; run the pipeline once, then ask for its cost")
         if not self.attached:
             raise RuntimeError("the session is detached; ask for its cost or summary before detach()")
         example = self._example
-        shapes = StepContext(layout=self._priced, timestep=0.0)
-        keys = self.hooks.key_sites() if self.method.whole_keys else []
-        with self.hooks.probed() as calls, caches_off(self.transformer), offloading_off(self.transformer):
+        shapes = StepContext(layout=self._priced, timestep=0.0, frozen=frozen)
+        whole = self.method.whole_keys
+        keys = Keys(self.hooks.key_sites() if whole or frozen else [], whole, self.method.fresh_keys)
+        with contextlib.ExitStack() as stack:
+            calls = stack.enter_context(self.hooks.probed())
+            for aside in (caches_off, offloading_off, plain_linears):
+                stack.enter_context(aside(self.transformer))
             dense = count(lambda: meta_call(self.transformer, **example))
-            return dense, site_costs(sites, calls, shapes, keys, self.method.fresh_keys)
+            return dense, site_costs(sites, calls, shapes, keys)
 
     def phases(self) -> dict[str, float]:
         """Seconds spent so far, over all runs, in each phase of the reduction path."""
@@ -445,9 +470,11 @@ class Session:
                 "cache-dit was enabled after attach and runs the model past this session; "
                 "call cache_dit.disable_cache(pipe) and detach(), enable it again, then attach"
             )
-        reduced = self.hooks.reduced()
+        frozen = any(step.frozen for step in self.stats)
+        blocks = set(self.hooks.blocks) if frozen else set()
+        reduced = self.hooks.reduced(blocks)
         skipped = {name for step in self.stats for name in step.skipped}
-        dense, costs = self._price(self.hooks.reduced(skipped)) if self.stats else (ZERO, {})
+        dense, costs = self._price(self.hooks.reduced(blocks | skipped)) if self.stats else (ZERO, {})
         before = self._clock_at_start
         return Summary(
             method=repr(self.method),
@@ -455,6 +482,7 @@ class Session:
             steps=list(self.stats),
             costs=costs,
             dense=dense,
+            frozen=self._price(reduced, frozen=True)[1] if frozen else {},
             seconds={phase: spent - before.get(phase, 0.0) for phase, spent in self._clock.seconds.items()},
             cached_bytes=max(self._cached_bytes, tensor_bytes(self._tracker.run.state)),
         )

@@ -145,6 +145,7 @@ def perform(evaluation: Evaluation, name: str, protocol: Protocol, console: Any,
 
     from shiva.bench.table import publish
     from shiva.evaluate.images import OtherImages
+    from shiva.show.frontier import draw_floor
 
     try:
         found = protocol(evaluation)
@@ -159,5 +160,6 @@ def perform(evaluation: Evaluation, name: str, protocol: Protocol, console: Any,
         settings = {**asdict(evaluation.settings), "seeds": list(evaluation.seeds)}
         settings |= {"prompts": evaluation.prompts.name, "count": len(evaluation.prompts)}
         file = f"{name}-{found.detail}" if found.detail else name
-        publish(file, evaluation.folder / "tables", found.tables, found.figures, settings, console=console)
+        figure = {"draw": draw_floor} if name == "floor" else {}
+        publish(file, evaluation.folder / "tables", found.tables, found.figures, settings, **figure, console=console)
     return True

@@ -17,6 +17,7 @@ A transformer call meets a method at these places, in this order; a method overr
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from shiva.core import options
 from shiva.core.context import StepContext
+from shiva.core.layout import Layout
 from shiva.core.reduction import Reduction, Streams
 
 SiteKind = Literal["model", "block", "attention", "keys", "cross_attention", "ffn"]
@@ -70,6 +72,10 @@ class Place(Protocol):
 
     @property
     def module(self) -> nn.Module: ...
+
+    def references(self, rest: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Reference tokens before and after the image, of what its argument holds beside it, (B, R, D)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -198,6 +204,13 @@ class MethodConfig:
     def __post_init__(self) -> None:
         """Hold the options to their annotations; a part with more to check calls this first."""
         options.conform(self)
+
+    def __str__(self) -> str:
+        """The call that makes it: its name, and the options that are not the default."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        given = [(field.name, getattr(self, field.name), field.default) for field in fields]
+        told = ", ".join(f"{name}={value!r}" for name, value, default in given if value != default)
+        return f"{type(self).__name__}({told})"
 
     def build(self, spec: BackboneSpec) -> Method:
         raise NotImplementedError

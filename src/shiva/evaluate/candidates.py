@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import shiva
-import shiva.methods  # each registers its config
-from shiva.api import attach
+from shiva.api import attach, methods_by_name, plain, unknown_method
 from shiva.checkpoint import CONFIG_FILE, ShivaCheckpoint
 from shiva.core import options
 from shiva.core.method import MethodConfig
@@ -27,19 +25,12 @@ from shiva.session import Session
 DENSE = "dense"
 
 
-def public_methods() -> dict[str, type[MethodConfig]]:
-    """Methods by name, also those from outside; not the bases that ours share."""
-    known = MethodConfig.known.items()
-    return {name: cls for name, cls in known if name in shiva.__all__ or not cls.__module__.startswith("shiva.")}
-
-
 def method_named(name: str) -> type[MethodConfig]:
     """A method's config class by its name in any case."""
-    known = public_methods()
-    same = {key.lower(): key for key in known}.get(name.lower(), name)
-    if same not in known:
-        raise ValueError(options.unknown_key(name, known, "shiva").replace("no option", "no method"))
-    return known[same]
+    found = methods_by_name().get(plain(name))
+    if found is None:
+        raise ValueError(unknown_method(name))
+    return found
 
 
 @dataclass(frozen=True)
@@ -85,6 +76,11 @@ class Candidate:
     def is_rival(self) -> bool:
         """Whether its steps are not those of the dense run, one by one, so that only whole runs compare."""
         return self.steps is not None or self.solver != "own" or self.cache is not None
+
+    @property
+    def only_steps(self) -> bool:
+        """Whether it is the dense pipeline but for its number of steps."""
+        return self == Candidate(steps=self.steps) and self.steps is not None
 
     def source(self) -> MethodConfig | ShivaCheckpoint | None:
         """What to attach; an error says which checkpoint is missing, and how to train it."""

@@ -1,6 +1,6 @@
 """Protocols, each one function: who takes part, which images it needs, which tables it fills.
 
-These two are for any model; a checkout has those of the paper's tables too (`reproduce/protocols.py`).
+These are for any model; a checkout has those of the paper's tables too (`reproduce/protocols.py`).
 """
 
 from __future__ import annotations
@@ -78,6 +78,18 @@ def beside_rivals(evaluation: Evaluation, shown: Comparison) -> Comparison:
     return dataclasses.replace(shown, names=[*shown.names, *names], absent={**shown.absent, **absent})
 
 
+def floor(evaluation: Evaluation) -> Found | None:
+    """Where no step can be spared: every method beside dense runs of fewer steps, and how far above their line."""
+    shown = compared(evaluation, "floor", evaluation.run(), evaluation.seeds, least=2)
+    if not evaluation.workers.main:
+        return None
+    steps = evaluation.settings.steps
+    quality, figures = tables.quality(evaluation, shown, f"Every method at {steps} steps")
+    above, distances = tables.above_the_line(evaluation, shown)
+    costs, prices = tables.costs(evaluation, shown)
+    return Found([above, quality, costs], {"above": distances, "quality": figures, "cost": prices})
+
+
 def match(evaluation: Evaluation) -> Found | None:
     """Every method at the same true FLOPs: quality, cost, and where the first candidate stands."""
     run, names = evaluation.run(), [name for name in evaluation.candidates.of("matched") if name != DENSE]
@@ -129,4 +141,4 @@ def search(
 def protocols() -> dict[str, Protocol]:
     """By name: the paper's in a checkout, with ours among them; else ours."""
     papers = reproduce("protocols")
-    return {"main": main, "matched": match} if papers is None else papers.PROTOCOLS
+    return {"main": main, "matched": match, "floor": floor} if papers is None else papers.PROTOCOLS

@@ -95,20 +95,37 @@ def fit_table(
             raise ValueError(f"budget={budget} leaves {share:.0%} for steps that are not dense; pass more")
         flat = with_ratios(blank, [(rows, reduced, share)])
         parts = [(r, l) for r in split(rows, step_cells or len(rows)) for l in split(reduced, layer_cells)]
-        at_flat, cells = error(flat, learned_on, dense), []
+        at_flat, cells, low = error(flat, learned_on, dense), [], max(min(RATIOS), share / 2)
         for number, (some, layers) in enumerate(parts):
             progress(f"part {number + 1} of {len(parts)}: steps {some[0]} to {some[-1]}")
-            low = max(min(RATIOS), share / 2)
             ends = [(r, error(with_ratios(flat, [(some, layers, r)]), learned_on, dense)) for r in (low, 1.0)]
             weight = len(some) * len(layers) / (len(rows) * len(reduced))
             cells.append(Cell(weight, (ends[0], (share, at_flat), ends[1])))
-        found = allocate(cells, share, RATIOS)
-        table = with_ratios(flat, [(some, layers, r) for (some, layers), r in zip(parts, found, strict=True)])
+        progress("sharing out, and how far to go")
+        aim = allocate(cells, share, [ratio for ratio in RATIOS if ratio >= low])
+        found, table = best_blend(aim, parts, flat, share, lambda schedule: error(schedule, learned_on, dense))
         before, after = (error(schedule, judged_on, other) for schedule in (flat, table))
     count.set(table)
     method.trained = True
     shape = (-1, len(split(reduced, layer_cells)))
     return Tabled(method, torch.tensor(found).view(shape), before, after, time.perf_counter() - start)
+
+
+def best_blend(
+    aim: Sequence[float],
+    parts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    flat: RatioSchedule,
+    share: float,
+    error: Callable[[RatioSchedule], float],
+) -> tuple[list[float], RatioSchedule]:
+    """How far to go from the flat table to the aim: errors do not add up exactly, so whole runs decide."""
+    tried = []
+    for blend in (0.0, 0.25, 0.5, 0.75, 1.0):
+        ratios = [share + blend * (ratio - share) for ratio in aim]
+        table = with_ratios(flat, [(*part, ratio) for part, ratio in zip(parts, ratios, strict=True)])
+        tried.append((error(table), ratios, table))
+    _, ratios, table = min(tried, key=lambda found: found[0])
+    return ratios, table
 
 
 def reduced_rows(

@@ -182,12 +182,14 @@ class DiffCRMethod(Trainable):
             if k == x.shape[1]:
                 self.fill.refresh(out.image, base, site, ctx)
             return out
-        rho = self.ratios()[site.layer, self.region(ctx.timestep)]
         explored = ctx.explore.ratio
-        age = self.fill.simulated_age(x, float(rho.detach()) if explored is None else explored, ctx)
         if explored is not None:
+            age = self.fill.simulated_age(x, explored, ctx)
             return self.single_pass(run, x, scores, age, bin_count(explored, x.shape[1]), site, ctx)
-        low, high = bracket(float(rho.detach()), self.config.bins)
+        rho = self.ratios()[site.layer, self.region(ctx.timestep)]
+        ratio = float(rho.detach())
+        age = self.fill.simulated_age(x, ratio, ctx)
+        low, high = bracket(ratio, self.config.bins)
         weight = (rho - low) / (high - low)
         lower = self.single_pass(run, x, scores, age, bin_count(low, x.shape[1]), site, ctx)
         upper = self.single_pass(run, x, scores, age, bin_count(high, x.shape[1]), site, ctx)
@@ -196,7 +198,7 @@ class DiffCRMethod(Trainable):
             return None if low is None or high is None else torch.lerp(low, high, weight.to(low.dtype))
 
         image = torch.lerp(lower.image, upper.image, weight.to(lower.image.dtype))
-        between = round(float(rho.detach()) * x.shape[1])
+        between = round(ratio * x.shape[1])
         return Streams(image, mix(lower.text, upper.text), mix(lower.rest, upper.rest), ran=between)
 
     def scores(self, x: Tensor, layer: int, ctx: StepContext) -> Tensor:
@@ -217,7 +219,7 @@ class DiffCRMethod(Trainable):
         if k < tokens:
             with ctx.phase("sort"):
                 joint = unify_guidance(scores.detach(), self.guidance, ctx)
-                indices = self.indices(joint, k, site.layer, ctx)
+                indices = self.indices(joint, k, site, ctx)
             if age is None:
                 reduction = self.fill(indices, x, site, ctx)
             else:
@@ -230,13 +232,13 @@ class DiffCRMethod(Trainable):
             out = out._replace(image=inputs + gate * (out.image - inputs))
         return out if reduction is None else out._replace(image=reduction.restore(out.image, x))
 
-    def indices(self, scores: Tensor, k: int, layer: int, ctx: StepContext) -> Tensor:
+    def indices(self, scores: Tensor, k: int, site: Place, ctx: StepContext) -> Tensor:
         if self.training:
             return hard_topk(scores, k)
         known: dict[int, Tensor] = ctx.now.indices
-        chosen = choose_once(known, layer, self.guidance, ctx)
-        known[layer] = hard_topk(scores, k) if chosen is None else chosen
-        return known[layer]
+        chosen = choose_once(known, site, self.guidance, ctx)
+        known[site.layer] = hard_topk(scores, k) if chosen is None else chosen
+        return known[site.layer]
 
     def gated_ffn(self, run: Run, x: Tensor, site: Place, ctx: StepContext) -> Streams:
         """The FFN inside a pass: x (B, k, D) are the pass's tokens."""

@@ -143,7 +143,7 @@ class Fill:
 
     def __call__(self, indices: Tensor, x: Tensor, site: Place, ctx: StepContext) -> Reduction:
         with ctx.phase("rejected"):
-            if self.tracks_age:
+            if self.tracks_age and not ctx.reruns(site.name):
                 run: FillRun = ctx.run
                 run.ages[key_of(site, ctx)] = grow_older(self.age_of(x, site, ctx), indices)
             return self.in_this(ctx).of(indices, x, site, ctx)

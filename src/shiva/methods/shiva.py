@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -26,8 +26,20 @@ from shiva.ops.topk import input_gated, output_gated, select_tokens, token_count
 
 
 @dataclass(frozen=True)
-class Shiva(CountOptions, RoutedOptions):
-    """Learned token selection with a learned ratio per layer and timestep."""
+class Shiva(RoutedOptions, CountOptions):
+    """Learned token selection with a learned ratio per layer and timestep.
+
+    What you turn at inference, also under a trained checkpoint:
+        how many: budget or flops, bucket, dense, dense_steps, share_pairs
+        which: guidance, age, cover
+        what the others get: fill, near, cache_dtype, cache_layers, spread, parts
+        what the chosen see: attends
+    What training settles, and a checkpoint fixes:
+        the router: sharing, bottleneck, signals, signal_length
+        the ratios: policy, beta, dual, noise_free
+        the gradient: estimator, guess
+        the fill "shortcut": rank, degree
+    """
 
     share_pairs: bool = False
     """One selection per pair of layers: router, sort, gather and scatter are paid once a pair."""
@@ -62,8 +74,8 @@ class Shiva(CountOptions, RoutedOptions):
 class ShivaStep(PrunerStep):
     ratios: Tensor | None = None  # (L,), of training, with their gradient
     mean_keep: Tensor | None = None  # (), of the reduced layers, with its gradient
-    pair: Held | None = None
-    """Tokens that stay reduced between the two layers of a pair."""
+    pairs: dict[int, Held] = field(default_factory=dict)
+    """By the first layer of a pair: tokens that stay reduced between the two."""
 
 
 class ShivaMethod(RoutedPruner):
@@ -200,6 +212,8 @@ class ShivaMethod(RoutedPruner):
         with ctx.phase("sort"):
             budget = now.ratios[layer] * ctx.tokens
             selection = select_tokens(scores, ctx.counts[layer], budget, explore.tau_rank, explore.tau_sel)
+        if ctx.teacher is None and not torch.is_grad_enabled():  # a rollout, from which nothing learns
+            return self.fill.trained(selection.indices, x, age, layer, ctx)
         fill = self.fill.from_selected(selection.indices, x, age, layer, ctx)
         if self.config.estimator == "input":
             return input_gated(selection, x.shape[1], fill)
@@ -211,9 +225,9 @@ class ShivaMethod(RoutedPruner):
     def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         if self.training or not self.config.share_pairs:
             return super().around(run, x, base, site, ctx)
-        held: Held | None = ctx.now.pair
-        if held is not None:
-            ctx.now.pair = None
+        pairs: dict[int, Held] = ctx.now.pairs
+        held = pairs.get(site.layer - 1)
+        if held is not None and self.paired(site.layer - 1):
             out = run(x, held.reduction)
             with ctx.phase("scatter"):
                 return out._replace(image=held.reduction.restore(out.image, held.base))
@@ -221,8 +235,9 @@ class ShivaMethod(RoutedPruner):
             return super().around(run, x, base, site, ctx)
         reduction = self.reduction(x, site, ctx)
         if reduction is None:
+            pairs.pop(site.layer, None)
             return run(x, None)
-        ctx.now.pair = Held(reduction, base)
+        pairs[site.layer] = Held(reduction, base)
         with ctx.phase("gather"):
             reduced = reduction.reduce(x)
         return run(reduced, reduction)

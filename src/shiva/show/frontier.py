@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shiva.show.style import QUIET, SHIVA, family, plot, save
+from shiva.show.style import OURS, QUIET, family, plot, save
 
 LINES = {"fewer steps": ("#000000", "-"), "even steps": ("#475569", "--"), "multistep": ("#475569", ":")}
 """Colour and stroke of runs that only take fewer steps."""
@@ -28,11 +28,31 @@ def draw_frontier(document: dict[str, Any], path: Path) -> None:
     """Fidelity over cost, as a benchmark's document holds them."""
     points = [point for point in document["results"]["points"] if point["kind"] != "dense"]
     points = [point for point in points if point["to_dense"] < SAME]
+    note = "band: the front; hollow: with fewer steps of the multistep solver"
+    draw_plane(points, FIDELITY, f"{document['tables'][0]['title']}\n{note}", path)
+
+
+def draw_floor(document: dict[str, Any], path: Path) -> None:
+    """The same of `shiva eval --protocol floor`."""
+    results, points = document["results"], []
+    for name, quality in results["quality"].items():
+        if "psnr" not in quality:
+            continue  # dense itself
+        cost, steps = results["cost"][name], re.fullmatch(r"(\d+) steps?", name)
+        kind = "fewer steps" if steps else "tokens"
+        point = {"name": name, "kind": kind, "steps": int(steps[1]) if steps else None, "flops": cost["share"]}
+        points.append({**point, "time": 1 / cost["speedup"] if cost["speedup"] else None, **quality})
+    panels = {"psnr": "PSNR to dense, dB", "ssim": "SSIM to dense"}
+    draw_plane(points, panels, f"{document['settings']['steps']} steps; band: the front", path)
+
+
+def draw_plane(points: list[dict[str, Any]], panels: dict[str, str], title: str, path: Path) -> None:
+    """What is better the higher it is, by key and heading, over time or, where nothing was timed, over FLOPs."""
     timed = all(point["time"] is not None for point in points)
     for point in points:
         point["cost"] = 100 * point["time" if timed else "flops"]
-    figure, panels = plot(12, 5.4, panels=2)
-    for axis, (key, heading) in zip(panels, FIDELITY.items(), strict=True):
+    figure, axes = plot(12, 5.4, panels=len(panels))
+    for axis, (key, heading) in zip(axes, panels.items(), strict=True):
         best = sorted(points, key=lambda p: (p["cost"], -p[key]))
         edge = [p for place, p in enumerate(best) if all(p[key] > other[key] for other in best[:place])]
         axis.step([p["cost"] for p in edge], [p[key] for p in edge], where="post", color=QUIET, linewidth=7, zorder=0)
@@ -42,8 +62,7 @@ def draw_frontier(document: dict[str, Any], path: Path) -> None:
         axis.margins(0.06)
         axis.set_xlim(right=axis.get_xlim()[1] + 0.18 * (axis.get_xlim()[1] - axis.get_xlim()[0]))
         put_labels(axis, [label for label in labels if label is not None])
-    note = "band: the front; hollow: with fewer steps of the multistep solver"
-    figure.suptitle(f"{document['tables'][0]['title']}\n{note}", fontsize=10)
+    figure.suptitle(title, fontsize=10)
     save(figure, path)
 
 
@@ -60,7 +79,7 @@ def draw_series(axis: Any, name: str, members: list[dict[str, Any]], key: str) -
     """One line of alike points; where its name belongs, unless it is a variant of another line."""
     kind, variant = members[0]["kind"], "," in name
     ours = family(name).ours and kind == "tokens"
-    colour, stroke = LINES.get(kind, (SHIVA if ours else GREY, "none" if variant else "-"))
+    colour, stroke = LINES.get(kind, (OURS if ours else GREY, "none" if variant else "-"))
     across, up = [p["cost"] for p in members], [p[key] for p in members]
     marker = {"marker": "o", "markersize": 6 if ours else 4, "markerfacecolor": "white" if variant else colour}
     axis.plot(across, up, color=colour, linestyle=stroke, linewidth=2.2 if ours else 1.2, **marker)
