@@ -266,6 +266,8 @@ REFUSED = {
     "SanaWMTransformer3DModel": CONVOLVES,
     "NucleusMoEImageTransformer2DModel": "its experts choose among the tokens of a sequence, so fewer are routed anew",
     "Cosmos3OmniTransformer": "it packs samples into one sequence without a batch axis",
+    "Ideogram4Transformer2DModel": "guidance runs two transformers on other sequences, which cannot agree on tokens",
+    "Kandinsky6SRTransformer3DModel": "its attention is over tiles of the whole grid",
 }
 
 
