@@ -323,7 +323,7 @@ def test_psnr_of_a_known_error() -> None:
 def test_card_shows_the_measured_figures() -> None:
     from recipes.emoji.card import render
 
-    part = {"top1": 0.5, "top5": 0.75, "text_image_score": 0.6}
+    part = {"top1": 0.5, "top5": 0.75, "text_image_score": 0.6, "images": 8}
     scores = {
         "train": {**part, "real_images": {**part, "top1": 1.0}},
         "validation": part,
@@ -336,3 +336,9 @@ def test_card_shows_the_measured_figures() -> None:
     card = render(scores)
     assert "2.0 hours on one to two CPU cores, 100 steps, 1428 images (2 per label)" in card
     assert "| retrieval, top 1 of 1 563 | 50.0% | 50.0% | 100.0% |" in card
+    turbo = {**scores, "model": "emoji-128-turbo", "size": [128, 128], "steps": 4, "guidance": 0.0}
+    base = {**scores, "model": "emoji-128", "steps": 16}
+    card = render(turbo, [base])
+    assert "num_inference_steps=4, guidance_scale=0" in card
+    assert "| emoji-128-turbo, 4 steps, guidance 0 | 50.0% | 75.0% | – |" in card
+    assert "| emoji-128, 16 steps, guidance 3 | 50.0% | 75.0% | – |" in card

@@ -12,6 +12,7 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVC
 from torch import Tensor, nn
 
 import shiva
+from neighbours import NO_WHOLE_GRAPH
 from shiva.backbones.base import backbone_of
 from shiva.backbones.grids import GivenFrames, Latents, PositionIds, Shapes, Told
 from shiva.backbones.patterns import PatternBackbone
@@ -28,7 +29,7 @@ from shiva.backbones.per_token import (
     rope_of_each_head,
 )
 from shiva.core.context import StepContext
-from shiva.core.layout import Layout
+from shiva.core.layout import Layout, Scattered
 from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, SiteKind
 from shiva.core.reduction import Reduction, select
 from tiny_images import IMAGES, grid_ids
@@ -125,6 +126,28 @@ def test_and_another_picture_where_the_rotary_table_is_left_as_it_is(name: str) 
             per_token = {k: v for k, v in per_token.items() if k != "freqs_cis"}
             hook.site = dataclasses.replace(hook.site, per_token=per_token)
         assert (output(model, call) - dense).abs().max() > 1e-5
+
+
+ONE_OF_A_KIND = {type(tiny.make()).__name__: name for name, tiny in PATTERNS.items() if name not in NO_WHOLE_GRAPH}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONE_OF_A_KIND.values())
+def test_a_step_is_one_graph_where_the_dense_model_is(name: str) -> None:
+    torch._dynamo.reset()
+    tiny, graphs = PATTERNS[name], []
+    model = tiny.make()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with shiva.attach(model, shiva.Shiva(budget=0.5)) as session:
+        eager = output(model, tiny.call(1, 4, 6))
+        session.compile(backend=backend, fullgraph=True)
+        torch.testing.assert_close(output(model, tiny.call(1, 4, 6)), eager, rtol=1e-4, atol=1e-5)
+    assert len(graphs) == 1
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", DECLARED)
@@ -240,8 +263,7 @@ def test_position_ids_may_start_anywhere_and_hold_references_on_either_side() ->
     assert before == Layout(3, 4, text=5, before=4)
     scaled = own * torch.tensor([1.0, 0.37, 0.37])
     assert PositionIds()(Config, {**tokens(12), "img_ids": scaled}) == Layout(3, 4, text=5)
-    with pytest.raises(ValueError, match="cut or joined"):
-        PositionIds()(Config, {**tokens(11), "img_ids": own[:-1]})
+    assert PositionIds()(Config, {**tokens(11), "img_ids": own[:-1]}) == Scattered(1, 11, text=5)
 
 
 def test_shapes_name_the_image_first_and_its_layers_before_their_reference() -> None:

@@ -377,12 +377,33 @@ def test_nan_scores_are_refused() -> None:
             run(model, BACKBONES["sd3"].call(1, 6, 6))
 
 
-def test_position_ids_of_no_grid_are_refused() -> None:
-    call = BACKBONES["flux"].call(1, 4, 4)
-    call["hidden_states"] = torch.cat([call["hidden_states"]] * 2, dim=1)
-    call["img_ids"] = torch.cat([call["img_ids"]] * 2)
-    with shiva.attach(make_flux(), shiva.Shiva()) as session, pytest.raises(ValueError, match="cut or joined"):
-        run(session.transformer, call)
+@pytest.mark.parametrize(
+    "ids",
+    [lambda ids: torch.cat([ids] * 2)[:27], lambda ids: ids[torch.randperm(16)], lambda ids: ids * 0],
+    ids=["joined", "in another order", "all alike"],
+)
+def test_position_ids_of_no_grid_are_refused_only_by_what_needs_one(ids: Any) -> None:
+    model, call = make_flux(), BACKBONES["flux"].call(1, 4, 4)
+    call["img_ids"] = ids(call["img_ids"])
+    tokens = len(call["img_ids"])
+    call["hidden_states"] = noise(1, tokens, 4)
+    dense = run(model, call)
+    with shiva.attach(model, shiva.Shiva(budget=1.0)):
+        assert torch.equal(run(model, call), dense)
+    for config in (shiva.Shiva(budget=0.5), shiva.Sweep(budget=0.5), shiva.NeuralSort(keep=0.5)):
+        with shiva.attach(model, config) as session:
+            assert run(model, call).isfinite().all()
+            assert session.stats[-1].tokens == tokens
+    for refusing in (shiva.ToMeSD(), shiva.Lattice(budget=0.5), shiva.ToMA(site="block", skip=0)):
+        with shiva.attach(model, refusing), pytest.raises(ValueError, match="describe no grid"):
+            run(model, call)
+
+
+def test_the_images_own_tokens_must_be_in_one_piece() -> None:
+    model, call = make_flux(), BACKBONES["flux"].call(1, 4, 4)
+    call["img_ids"][5, 0] = 1
+    with shiva.attach(model, shiva.Shiva()), pytest.raises(ValueError, match="not in one piece"):
+        run(model, call)
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)

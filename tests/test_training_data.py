@@ -21,7 +21,7 @@ from shiva.training.data import (
     stream_examples,
     to_tensor,
 )
-from shiva.training.family import SD3Family, load_family
+from shiva.training.families import SD3Family, load_family
 from shiva.training.feed import MapFeed, StreamFeed, load_ahead, prepare
 from shiva.training.recipe import recipe_from
 from shiva.training.sections import Data, Model

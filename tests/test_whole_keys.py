@@ -89,13 +89,12 @@ def test_keys_are_counted_as_memory_and_may_be_smaller() -> None:
     assert updates * 3 == whole == half * 2 == one * 3, "an update, a key and a value for each of three layers"
 
 
-def test_flux_keeps_its_processors_and_their_backend() -> None:
+def test_attention_keeps_its_processors_and_their_backend() -> None:
     model: Any = BACKBONES["flux"].make()
     before = [block.attn.processor for block in model.transformer_blocks]
     with shiva.attach(model, SWEEP):
-        assert [type(b.attn.processor).__name__ for b in model.single_transformer_blocks] == ["WholeKeys"] * 2
+        assert [block.attn.processor for block in model.transformer_blocks] == before
         model.set_attention_backend("_native_math")
-    assert [block.attn.processor for block in model.transformer_blocks] == before
     assert model.single_transformer_blocks[0].attn.processor._attention_backend is not None
 
 
@@ -124,7 +123,3 @@ def test_refusals() -> None:
         session.method.train()
         with pytest.raises(ValueError, match="attends='all' is for inference"):
             model(**call_sd3(1, 4, 4))
-    other: Any = BACKBONES["flux"].make()
-    other.transformer_blocks[1].attn.processor = torch.nn.Identity()
-    with pytest.raises(ValueError, match="finds Identity"):
-        shiva.attach(other, SWEEP)

@@ -122,6 +122,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("models/emoji"))
     parser.add_argument("--out", type=Path, default=Path("results/emoji"))
+    parser.add_argument("--file", default="scores.json", help="of the scores, inside --out")
     parser.add_argument("--state", help="folder of checkpoints, for the training curve")
     parser.add_argument("--name", default="transformer", help="name of the training run inside the state folder")
     parser.add_argument("--count", type=int, default=0, help="labels of each split to draw; 0: all")
@@ -145,6 +146,8 @@ def main() -> None:
 
         features = EfficientNetLite0()
     result: dict[str, Any] = {
+        "model": options.model.name,
+        "size": [pipe.transformer.config.sample_size * pipe.vae_scale_factor] * 2,
         "training": json.loads((options.model / "manifest.json").read_text())["training"],
         "steps": options.steps,
         "guidance": options.guidance,
@@ -163,9 +166,10 @@ def main() -> None:
         seconds = (time.monotonic() - start) / len(rows)
         result[split] = {**score_images(images, data, rows, score, features), "seconds_per_image": seconds}
         shown = torch.cat([data.images[rows[:32]], ((images[:32] + 1) * 127.5).round().to(torch.uint8)])
-        save_grid(shown, options.out / f"{split}.png", columns=min(32, len(rows)))
+        stem = Path(options.file).stem.replace("scores", split)
+        save_grid(shown, options.out / f"{stem}.png", columns=min(32, len(rows)))
         print(split, json.dumps(result[split], indent=1), flush=True)
-    write_json(options.out / "scores.json", result)
+    write_json(options.out / options.file, result)
     curve_file = state_folder(options.state) / f"{options.name}-curve.json"
     if curve_file.exists():
         curve = json.loads(curve_file.read_text())["curve"]

@@ -24,7 +24,7 @@ from shiva.core.trainable import Trainable
 from shiva.methods import DiffCR, DyDiT, NeuralSort, Shiva, SparseDiT
 from shiva.training.adapter import adapter_config, adapter_parameters, add_adapter
 from shiva.training.call import begin_batch
-from shiva.training.family import SD3Family
+from shiva.training.families.sd3 import SD3Family
 from shiva.training.noise import FlowMatching, MicroBatch
 from shiva.training.objectives import Objectives
 from shiva.training.recipe import WEIGHTS

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from diffusers.hooks import HookRegistry
-from torch import nn
+from torch import Tensor, nn
+
+from shiva.backbones.base import is_fused
 
 HOOK = "shiva"
 """The name of our hooks in diffusers' registries."""
@@ -31,6 +34,8 @@ CACHE_DIT = "_original_forward"
 """Where cache-dit keeps the forward that it wraps; it runs the blocks themselves, so it comes before `attach`."""
 ACCELERATE = "_old_forward"
 """Where accelerate's hooks keep the forward that they wrap."""
+CONTEXT_PARALLEL = ("cp_input", "cp_output")
+"""How diffusers' hooks that split a sequence over processes begin."""
 OFFLOADING = ("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading")
 
 
@@ -74,7 +79,8 @@ class Hooked:
 
 
 def refuse_conflicts(transformer: nn.Module) -> None:
-    refuse_attention_caches(transformer)
+    """Refuse what may not be there at attach."""
+    refuse_always(transformer)
     for name, hook in hooks_of(transformer):
         if hook in INNER_CACHES:
             raise ValueError(
@@ -88,18 +94,31 @@ def refuse_conflicts(transformer: nn.Module) -> None:
         )
 
 
-def refuse_attention_caches(transformer: nn.Module) -> None:
+def refuse_always(transformer: nn.Module) -> None:
+    """Refuse what may be there neither at attach nor at the beginning of a run."""
     for name, hook in hooks_of(transformer):
         if hook in REFUSED_HOOKS:
             raise ValueError(
                 f"{REFUSED_HOOKS[hook]} caches attention outputs at {name}, which go wrong when the kept tokens "
                 "change; call transformer.disable_cache() first"
             )
+        if hook.startswith(CONTEXT_PARALLEL):
+            raise ValueError(
+                "context parallelism splits the tokens over processes before any block sees them, so none could be "
+                "chosen of the whole image; load the model without enable_parallelism, and give each process images "
+                "of its own"
+            )
 
 
 def refuse_replaced(transformer: nn.Module, projections: Mapping[str, nn.Module]) -> None:
     """Refuse a projection, known by its path, that another module has taken the place of since attach."""
     for name, module in projections.items():
+        attention = name.rpartition(".")[0]
+        if is_fused(transformer.get_submodule(attention)):
+            raise ValueError(
+                f"the projections of {attention} were fused after attach, where all tokens are attended to by them; "
+                "call unfuse_qkv_projections(), or attach with attends='selected'"
+            )
         if transformer.get_submodule(name) is not module:
             raise ValueError(
                 f"{name} was replaced after attach, as a LoRA does, which comes before the session: "
@@ -169,3 +188,29 @@ def caches_off(transformer: nn.Module) -> Iterator[None]:
         ours.fn_ref.original_forward = wrapped
         for registry, name, hook in reversed(taken):
             registry.register_hook(hook, name)
+
+
+@contextlib.contextmanager
+def plain_linears(transformer: nn.Module) -> Iterator[None]:
+    """Quantised linear layers as plain ones for a while: theirs run on no meta device, and count as nothing."""
+    replaced: list[tuple[Any, Any]] = []
+    module: Any
+    for module in transformer.modules():
+        weight = getattr(module, "weight", None)
+        if not hasattr(module, "in_features") or hasattr(module, "base_layer") or not isinstance(weight, Tensor):
+            continue
+        if type(weight) not in (Tensor, nn.Parameter) or not weight.is_floating_point():
+            replaced.append((module, module.__dict__.get("forward")))
+            module.forward = functools.partial(plain_linear, module.out_features)
+    try:
+        yield
+    finally:
+        for module, own in replaced:
+            del module.forward
+            if own is not None:
+                module.forward = own
+
+
+def plain_linear(width: int, x: Tensor) -> Tensor:
+    """What a linear layer costs, with any weights."""
+    return nn.functional.linear(x, x.new_zeros(width, x.shape[-1]))

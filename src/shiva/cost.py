@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import io
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ def tensor_bytes(state: Any) -> int:
 
 
 def to_meta(value: Any) -> Any:
+    """A tensor's shape and precision alone, without what else a kind of tensor may hold."""
     return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
 
 
@@ -51,12 +52,25 @@ def meta_call(module: nn.Module, **call: Any) -> Any:
         return functional_call(module, weights, kwargs=call)
 
 
+@dataclass(frozen=True)
+class Keys:
+    """Projections to keys and values where attention has more of them than queries."""
+
+    sites: Sequence[Site] = ()
+    whole: bool = False
+    """Of all tokens of the image, not only of frozen references."""
+    fresh: bool = False
+    """They are made anew, not kept."""
+
+
 @contextlib.contextmanager
-def lengthened(sites: Sequence[Site], shapes: StepContext, fresh: bool) -> Iterator[None]:
-    """Inside this context the sites return all image tokens, however few they got; `fresh`, they get all too."""
+def lengthened(sites: Sequence[Site], shapes: StepContext, keys: Keys) -> Iterator[None]:
+    """Inside this context projections to keys return more tokens than they got, or get them, as the method has it."""
+    frozen = shapes.layout.reference if shapes.frozen else 0
 
     def whole(site: Site, tokens: Tensor) -> Tensor:
-        return tokens.new_empty(tokens.shape[0], shapes.tokens + site.rest(shapes.layout), tokens.shape[2])
+        length = shapes.tokens + site.rest(shapes.layout) if keys.whole else tokens.shape[1]
+        return tokens.new_empty(tokens.shape[0], length + frozen, tokens.shape[2])
 
     def lengthen(site: Site, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return whole(site, output)
@@ -66,7 +80,7 @@ def lengthened(sites: Sequence[Site], shapes: StepContext, fresh: bool) -> Itera
         return (), {**call, site.image: whole(site, call[site.image])}
 
     handles = [site.module.register_forward_hook(functools.partial(lengthen, site)) for site in sites]
-    if fresh:
+    if keys.fresh:
         given = (functools.partial(give_all, site) for site in sites)
         handles += [
             site.module.register_forward_pre_hook(give, with_kwargs=True)
@@ -79,20 +93,18 @@ def lengthened(sites: Sequence[Site], shapes: StepContext, fresh: bool) -> Itera
             handle.remove()
 
 
-def site_cost(
-    site: Site, call: Call, shapes: StepContext, whole: Sequence[Site] = (), fresh: bool = False
-) -> SiteCost:
+def site_cost(site: Site, call: Call, shapes: StepContext, keys: Keys, inside: Sequence[Site] = ()) -> SiteCost:
     """The FLOPs of a site as a function of its image tokens, from three lengths on the meta device.
 
-    `whole` are projections inside it whose results attention sees of all tokens of the image; `fresh`, they are made.
+    `inside` are its projections to keys, where attention sees more of them than it has queries.
     """
     batch, _, width = site.image_of(call, shapes).shape
 
     def flops_at(tokens: int) -> Flops:
         image = call[site.image].new_zeros(batch, tokens, width)
         positions = torch.zeros(batch, tokens, device=image.device, dtype=torch.long)
-        same = Reduction(lambda x: x, lambda x, base: x, positions, whole_keys=bool(whole))
-        with lengthened(whole, shapes, fresh):
+        same = Reduction(lambda x: x, lambda x, base: x, positions, whole_keys=keys.whole and bool(inside))
+        with lengthened(inside, shapes, keys):
             return count(lambda: site.run(functools.partial(meta_call, site.module), call, image, same, shapes))
 
     return SiteCost.fit(flops_at)
@@ -111,17 +123,17 @@ def site_costs(
     sites: Sequence[Site],
     calls: Mapping[str, Call],
     shapes: StepContext,
-    keys: Sequence[Site] = (),
-    fresh: bool = False,
+    keys: Keys,
 ) -> dict[str, SiteCost]:
     """The cost of every site by name; those of one make are counted once."""
     known: dict[Hashable, SiteCost] = {}
     costs = {}
     for site in sites:
-        call, whole = calls[site.name], [s for s in keys if s.name.startswith(f"{site.name}.")]
-        make = what_prices(site, call, whole)
+        call = calls[site.name]
+        inside = [projection for projection in keys.sites if projection.name.startswith(f"{site.name}.")]
+        make = what_prices(site, call, inside)
         if make not in known:
-            known[make] = site_cost(site, call, shapes, whole, fresh)
+            known[make] = site_cost(site, call, shapes, keys, inside)
         costs[site.name] = known[make]
     return costs
 
@@ -140,6 +152,8 @@ class StepRecord:
     """Blocks that were not called, because a cache over them answered."""
     own: Flops = ZERO
     """What the method itself spent."""
+    frozen: bool = False
+    """Whether reference tokens did not run."""
 
 
 def total(flops: Iterable[Flops]) -> Flops:
@@ -158,13 +172,16 @@ class Summary:
     dense: Flops
     """FLOPs of one dense call."""
     seconds: dict[str, float]
+    frozen: dict[str, SiteCost] = field(default_factory=dict)
+    """Costs of blocks in calls whose reference tokens do not run."""
     cached_bytes: int = 0
     """Memory of what the method carries from step to step."""
 
     def _saved(self, step: StepRecord) -> Flops:
         """FLOPs a call did not spend; a block that is reduced inside is priced at its inner sites."""
+        prices = self.frozen if step.frozen else self.costs
         reduced = (
-            self.costs[name](step.tokens) - self.costs[name](step.kept[name])
+            self.costs[name](step.tokens) - prices[name](step.kept[name])
             for name, _, _ in self.places
             if name in step.kept
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+import logging
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +21,8 @@ from shiva.core.reduction import Reduction, Streams
 
 if TYPE_CHECKING:
     from shiva.session import Session
+
+logger = logging.getLogger("shiva")
 
 
 class NoState(BaseState):
@@ -56,6 +60,21 @@ class RootHook(ModelHook):
         return forward(*args, **kwargs)
 
 
+def call_beneath(
+    module: nn.Module, compiled: Callable[..., Any], beneath: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a compiled module with the forward that lies beneath our hook, and no hook in the graph."""
+    above = module.__dict__["forward"]
+    if getattr(beneath, "__func__", None) is type(module).forward:
+        del module.forward
+    else:
+        module.forward = beneath
+    try:
+        return compiled(*args, **kwargs)
+    finally:
+        module.forward = above
+
+
 class SiteHook(ModelHook):
     """Around a block, attention or FFN: hands its image tokens to the method."""
 
@@ -67,11 +86,18 @@ class SiteHook(ModelHook):
         """Whether the method acts here, whether what ran here is counted, and whether that may be less than all."""
         self.leads = self.ends = False
         """Whether this is the first or the last block of a method that reduces the whole model."""
+        self.compiled: Callable[..., Any] | None = None
+        """The block as a user compiled it alone; it runs beneath this hook, which has a state for each layer."""
+        self.runs_compiled = False
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         session, site, forward = self.session, self.site, self.fn_ref.original_forward
+        if self.runs_compiled and session.hooks.calls is None and not torch.compiler.is_compiling():
+            assert self.compiled is not None
+            forward = partial(call_beneath, module, self.compiled, forward)
         ctx, recording = session.ctx, session._recording
-        if not session.enabled or ctx is None:
+        idle = not self.acts and site.kind != "block"
+        if not session.enabled or ctx is None or idle:
             call = site.bind(args, kwargs)
             if session.hooks.calls is not None:
                 session.hooks.calls[site.name] = call
@@ -92,13 +118,12 @@ class SiteHook(ModelHook):
                 ctx.trace.note(ctx.step, site.layer, reduction.positions, x.shape[0])
             return site.run(forward, call, image, reduction, ctx)._replace(ran=image.shape[1])
 
-        if self.leads:
+        if self.leads and not ctx.reruns(site.name):
             ctx.held = self._hold(x, ctx)
         if ctx.held is not None and site.kind == "block":
             streams = run(x if x.shape[1] < ctx.tokens else ctx.held.reduction.reduce(x), ctx.held.reduction)
             if self.ends:
                 streams = streams._replace(image=ctx.held.reduction.restore(streams.image, ctx.held.base))
-                ctx.held = None
         elif self.acts:
             streams = session.method.around(run, x, site.base_of(x), site, ctx)
         else:
@@ -130,7 +155,6 @@ class Hooks:
         self._root = RootHook(session)
         self._sites: list[SiteHook] = []
         self._hooked: list[Hooked] = []
-        self._prepared = contextlib.ExitStack()
 
     def register(self) -> None:
         session = self.session
@@ -139,8 +163,6 @@ class Hooks:
         self._sites = [SiteHook(session, site) for site in sites if site.kind in kinds]
         try:
             self.settle()
-            whole = {site.layer for site in self.key_sites()} if session.method.whole_keys else set()
-            self._prepared.enter_context(session.backbone.whole_keys(session.transformer, whole))
             for hook in self._sites:
                 self._register(hook.site.module, hook)
             self._register(session.transformer, self._root)
@@ -157,7 +179,29 @@ class Hooks:
         for hooked in reversed(self._hooked):
             hooked.release()
         self._hooked.clear()
-        self._prepared.close()
+        for hook in self._sites:
+            if hook.compiled is not None:
+                hook.site.module._compiled_call_impl, hook.compiled = hook.compiled, None
+
+    def take_compiled(self) -> None:
+        """Put blocks that a user compiled alone (`compile_repeated_blocks`) beneath their hooks, one graph for all.
+
+        Where the method acts inside a block too, its graph would depend on the layer: such a block runs as it is.
+        """
+        inside = {hook.site.layer for hook in self._sites if hook.acts and hook.site.kind != "block"}
+        dropped = False
+        for hook in self._sites:
+            module, compiled = hook.site.module, hook.site.module._compiled_call_impl
+            if compiled is not None:
+                module._compiled_call_impl, hook.compiled = None, compiled
+                dropped |= hook.site.layer in inside
+            hook.runs_compiled = hook.compiled is not None and hook.site.layer not in inside
+        if dropped:
+            logger.warning(
+                "%r acts inside blocks that were compiled one by one, and now run uncompiled; "
+                "session.compile() compiles the transformer with the method in it",
+                self.session.method,
+            )
 
     @property
     def registered(self) -> bool:
@@ -169,14 +213,14 @@ class Hooks:
         blocks = [hook for hook in self._sites if hook.site.kind == "block"]
         model = "model" in method.sites
         for hook in self._sites:
-            hook.acts = not model and method.selects(hook.site)
-            hook.leads, hook.ends = model and hook is blocks[0], model and hook is blocks[-1]
+            hook.acts = method.selects(hook.site) and not (model and hook.site.kind == "block")
+            hook.leads, hook.ends = model and hook is blocks[method.leading], model and hook is blocks[-1]
         acting = [hook.site for hook in self._sites if hook.acts]
         whole = {site.layer for site in acting if site.kind == "block"}
         for hook in self._sites:
             inside = hook.site.kind == "keys" or (hook.site.kind != "block" and hook.site.layer in whole)
             hook.counts = hook.site.kind == "block" or (hook.acts and not inside)
-            hook.reduces = hook.counts and (hook.acts or model)
+            hook.reduces = hook.counts and (hook.acts or (model and hook.site.layer >= method.leading))
         if not acting and not model:
             raise ValueError(
                 f"{type(method).__name__} matches none of the {len(self._sites)} sites of "
@@ -188,7 +232,7 @@ class Hooks:
             raise ValueError(
                 f"{method} needs separate projections to keys and values, which {spec.name} lacks here"
                 f"{f' ({keyless[0]})' if keyless else ''}; "
-                "call unfuse_qkv_projections() first, or pass attends='selected' where it has that option"
+                "call unfuse_qkv_projections() first, or pass attends='selected' without freeze_references"
             )
 
     @property

@@ -22,7 +22,8 @@ from shiva.compat import (
     HOOK,
     caches_off,
     offloading_off,
-    refuse_attention_caches,
+    plain_linears,
+    refuse_always,
     refuse_replaced,
     under_cache_dit,
 )
@@ -34,7 +35,7 @@ from shiva.core.layout import Layout
 from shiva.core.method import Method
 from shiva.core.trace import Trace
 from shiva.core.trainable import Trainable
-from shiva.cost import StepRecord, Summary, meta_call, site_costs, tensor_bytes, to_meta, total
+from shiva.cost import Keys, StepRecord, Summary, meta_call, site_costs, tensor_bytes, to_meta, total
 from shiva.hooks import Hooks
 from shiva.progress import CFG, Run, RunTracker, Seen, read_timestep, shape_of
 
@@ -300,8 +301,13 @@ class Session:
     def _close(self, ctx: StepContext) -> None:
         """Book what ran, and free what the run carried once it is over: the autoencoder needs the memory."""
         skipped = tuple(name for name in self.hooks.blocks if name not in ctx.ran)
-        self.stats.append(StepRecord(ctx.timestep, ctx.tokens, dict(ctx.kept), skipped, self._own_flops(ctx)))
-        ctx.block_input = None
+        self.stats.append(
+            StepRecord(ctx.timestep, ctx.tokens, dict(ctx.kept), skipped, self._own_flops(ctx), ctx.frozen)
+        )
+        ctx.block_input = ctx.latents = None
+        if torch.is_grad_enabled():  # gradient checkpointing will run the blocks again, and find what they found
+            return
+        ctx.held = None
         if self._tracker.run.is_over(ctx.steps):
             self._cached_bytes = tensor_bytes(ctx.run)
             self._tracker.run.state = ctx.run = self.method.new_run()
@@ -319,7 +325,7 @@ class Session:
         guided = getattr(self.pipeline, "do_classifier_free_guidance", None)
         announced = self.hooks.announced
         previous = self._tracker.run
-        run, timesteps = self._tracker.follow(timestep, latents, schedule, guided, announced, layout.shape)
+        run, timesteps = self._tracker.follow(timestep, latents, schedule, guided, announced, layout.grid)
         if self.backbone.rises:
             timestep = 1000 - timestep
             timesteps = None if timesteps is None else [1000 - t for t in timesteps]
@@ -333,6 +339,7 @@ class Session:
             step=run.step,
             first=run.first,
             steps=None if timesteps is None else len(timesteps),
+            latents=latents,
             channels=self.backbone.channels(latents),
             guidance_pairs=run.paired,
             conditional_half=self.backbone.conditional_half,
@@ -358,8 +365,9 @@ class Session:
             self.method.turn(self._turned)
             self._turned = None
         run.state = self.method.new_run()
-        refuse_attention_caches(self.transformer)
+        refuse_always(self.transformer)
         self.hooks.settle()
+        self.hooks.take_compiled()
         refuse_replaced(self.transformer, {site.name: site.module for site in self.hooks.key_sites()})
         self.stats, self._cached_bytes = [], 0
         self._clock_at_start = dict(self._clock.seconds)
@@ -431,18 +439,25 @@ class Session:
         own = functools.partial(self._own_flops, StepContext(layout=layout, timestep=0.0))
         return CostModel(dense - total(cost(layout.tokens) for cost in layers), layers, layout.tokens, own)
 
-    def _price(self, sites: Sequence[Site]) -> tuple[Flops, dict[str, SiteCost]]:
-        """FLOPs of the latest call run dense, and of each site by its number of tokens; nothing is computed."""
+    def _price(self, sites: Sequence[Site], frozen: bool = False) -> tuple[Flops, dict[str, SiteCost]]:
+        """FLOPs of the latest call run dense, and of each site by its number of tokens; nothing is computed.
+
+        `frozen`, the sites are priced without the reference tokens, which are keys only.
+        """
         if self._example is None or self._priced is None:
             raise RuntimeError("no call has been seen yet; run the pipeline once, then ask for its cost")
         if not self.attached:
             raise RuntimeError("the session is detached; ask for its cost or summary before detach()")
         example = self._example
-        shapes = StepContext(layout=self._priced, timestep=0.0)
-        keys = self.hooks.key_sites() if self.method.whole_keys else []
-        with self.hooks.probed() as calls, caches_off(self.transformer), offloading_off(self.transformer):
+        shapes = StepContext(layout=self._priced, timestep=0.0, frozen=frozen)
+        whole = self.method.whole_keys
+        keys = Keys(self.hooks.key_sites() if whole or frozen else [], whole, self.method.fresh_keys)
+        with contextlib.ExitStack() as stack:
+            calls = stack.enter_context(self.hooks.probed())
+            for aside in (caches_off, offloading_off, plain_linears):
+                stack.enter_context(aside(self.transformer))
             dense = count(lambda: meta_call(self.transformer, **example))
-            return dense, site_costs(sites, calls, shapes, keys, self.method.fresh_keys)
+            return dense, site_costs(sites, calls, shapes, keys)
 
     def phases(self) -> dict[str, float]:
         """Seconds spent so far, over all runs, in each phase of the reduction path."""
@@ -455,9 +470,11 @@ class Session:
                 "cache-dit was enabled after attach and runs the model past this session; "
                 "call cache_dit.disable_cache(pipe) and detach(), enable it again, then attach"
             )
-        reduced = self.hooks.reduced()
+        frozen = any(step.frozen for step in self.stats)
+        blocks = set(self.hooks.blocks) if frozen else set()
+        reduced = self.hooks.reduced(blocks)
         skipped = {name for step in self.stats for name in step.skipped}
-        dense, costs = self._price(self.hooks.reduced(skipped)) if self.stats else (ZERO, {})
+        dense, costs = self._price(self.hooks.reduced(blocks | skipped)) if self.stats else (ZERO, {})
         before = self._clock_at_start
         return Summary(
             method=repr(self.method),
@@ -465,6 +482,7 @@ class Session:
             steps=list(self.stats),
             costs=costs,
             dense=dense,
+            frozen=self._price(reduced, frozen=True)[1] if frozen else {},
             seconds={phase: spent - before.get(phase, 0.0) for phase, spent in self._clock.seconds.items()},
             cached_bytes=max(self._cached_bytes, tensor_bytes(self._tracker.run.state)),
         )

@@ -1,4 +1,4 @@
-from shiva.backbones import dit, flux, image_table, pixart, sd3, uncommon_table, video_table
+from shiva.backbones import dit, image_table, pixart, sd3, uncommon_table, video_table
 from shiva.backbones.base import Backbone, Call, Signals, Site, backbone_of, register
 
 __all__ = [
@@ -8,7 +8,6 @@ __all__ = [
     "Site",
     "backbone_of",
     "dit",
-    "flux",
     "image_table",
     "pixart",
     "register",

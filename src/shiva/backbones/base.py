@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
+from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 from shiva.backbones.per_token import Chosen, PerTokens
@@ -91,6 +91,12 @@ class Site:
         others = tail if not start else head if stop == sequence.shape[1] else torch.cat([head, tail], dim=1)
         return sequence[:, start:stop], others
 
+    def references(self, rest: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Of what `split` leaves (B, R, D), the reference tokens before and after the image."""
+        start = layout.text if self.text == "leads" else 0
+        before, after = rest[:, start:].tensor_split([layout.before], dim=1)
+        return before, after[:, : layout.after]
+
     def join(self, image: Tensor, rest: Tensor | None, layout: Layout) -> Tensor:
         """The reverse of `split`."""
         if rest is None:
@@ -114,15 +120,24 @@ class Site:
         ctx: StepContext,
     ) -> Streams:
         """Call the module on image tokens (B, K, D), with everything per-token gathered alike."""
-        call = dict(call)
-        call[self.image] = self.join(image, self.split(call[self.image], ctx.layout)[1], ctx.layout)
-        if reduction is not None and self.per_token:
-            chosen = Chosen(reduction.positions, ctx.layout, reduction.whole_keys)
+        call, layout = dict(call), ctx.layout
+        rest = self.split(call[self.image], layout)[1]
+        frozen = ctx.frozen and self.kind == "block"
+        call[self.image] = image if frozen else self.join(image, rest, layout)
+        if (reduction is not None or frozen) and self.per_token:
+            whole_keys = reduction is not None and reduction.whole_keys
+            chosen = Chosen(positions_of(reduction, image), layout, whole_keys, frozen)
             with ctx.phase("rope"):
                 for name, gather in self.per_token.items():
                     if call.get(name) is not None:
                         call[name] = gather(call[name], chosen)
-        return self.unpack(forward(**call), ctx.layout)
+        if not frozen:
+            return self.unpack(forward(**call), layout)
+        ctx.layout = layout.alone()
+        try:
+            return self.unpack(forward(**call), ctx.layout)._replace(rest=rest)
+        finally:
+            ctx.layout = layout
 
     def unpack(self, output: Any, layout: Layout) -> Streams:
         if len(self.outputs) == 1:
@@ -147,12 +162,26 @@ class Site:
         return tuple(image if name == "image" else streams.text for name in self.outputs)
 
 
+def positions_of(reduction: Reduction | None, image: Tensor) -> Tensor:
+    """Where on the grid the tokens of image (B, K, D) are: (B, K)."""
+    if reduction is not None:
+        return reduction.positions
+    return torch.arange(image.shape[1], device=image.device).expand(image.shape[0], -1)
+
+
+def is_fused(attention: Any) -> bool:
+    """Whether an attention projects queries, keys and values at once; the older class tells by its processor alone."""
+    if isinstance(attention, Attention):
+        return type(attention.processor).__name__.startswith("Fused")
+    return getattr(attention, "fused_projections", False)
+
+
 def key_sites(attention: Site, text: TextPlace | None = None) -> list[Site]:
     """The projections of an attention over image tokens to their keys and values; none where they are fused.
 
     `text` says where the text is in what they are given, if elsewhere than in the attention's own argument.
     """
-    if getattr(attention.module, "fused_projections", False):
+    if is_fused(attention.module):
         return []
     modules = [(f"{attention.name}.{name}", getattr(attention.module, name)) for name in ("to_k", "to_v")]
     return [
@@ -208,10 +237,6 @@ class Backbone:
     def channels(self, latents: Tensor) -> int:
         """Of the latents: tokens (B, N, C), or pictures (B, C, H, W) and clips (B, C, F, H, W)."""
         return latents.shape[-1 if latents.ndim == 3 else 1]
-
-    def whole_keys(self, transformer: Any, layers: Collection[int]) -> contextlib.AbstractContextManager[Any]:
-        """A context in which attention of these layers takes more keys than queries; most do anyway."""
-        return contextlib.nullcontext()
 
     def spec(self, transformer: Any) -> BackboneSpec:
         raise NotImplementedError

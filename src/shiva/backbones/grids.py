@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shiva.core.layout import Layout
+from shiva.core.layout import Layout, Scattered
 
 Call = dict[str, Any]
 
@@ -91,17 +91,20 @@ def any_grid(tokens: int, text: int) -> Layout:
 
 
 def grid_of(ids: Tensor, total: int, text: int) -> Layout:
-    """The layout of tokens with ids (S, c)."""
+    """The layout of tokens with ids (S, c); on no grid where they fill none, or fill it in another order."""
     own = ids[:, 0] == ids[:, 0].min()
-    rows, columns = (int(ids[own, axis].unique().numel()) for axis in (1, 2))
     before, tokens = int(own.int().argmax()), int(own.sum())
-    layout = Layout(rows, columns, text=text, before=before, after=total - tokens - before)
-    if layout.tokens != tokens or layout.after < 0 or not own[before : before + tokens].all():
+    if total - tokens - before < 0 or not own[before : before + tokens].all():
         raise ValueError(
-            f"the position ids describe a {rows}x{columns} grid, but the image has {tokens} of {total} tokens; "
-            "ids of a grid that is cut or joined from several are not supported"
+            f"of {total} tokens the position ids call {tokens} the image's own, and not in one piece; "
+            "give those of references another number in the first column, before or after the image's"
         )
-    return layout
+    places = ids[before : before + tokens, 1:3]
+    (down, row), (across, column) = (places[:, axis].unique(return_inverse=True) for axis in range(2))
+    around = {"text": text, "before": before, "after": total - tokens - before}
+    grid = Layout(len(down), len(across), **around)
+    in_order = torch.equal(row * grid.columns + column, torch.arange(tokens, device=ids.device))
+    return grid if in_order and grid.tokens == tokens else Scattered(1, tokens, **around)
 
 
 @dataclass(frozen=True)

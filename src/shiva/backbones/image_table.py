@@ -39,6 +39,17 @@ FUSED = Stack(
     single_stream=True,
 )
 
+FLUX = PatternBackbone(
+    transformers=("FluxTransformer2DModel",),
+    stacks=(JOINT, FUSED),
+    grid=PositionIds(),
+    layout_reads=("img_ids",),
+    clock="fraction",
+    time=Time("time_text_embed.time_proj", "time_text_embed.timestep_embedder", scale=1000),
+    prompt=Prompt("pooled_projections", config="pooled_projection_dim"),
+    notes="reference tokens (Kontext) always run; Fill and Control too",
+)
+
 FLUX2 = PatternBackbone(
     transformers=("Flux2Transformer2DModel",),
     stacks=(
@@ -221,6 +232,6 @@ HUNYUAN_IMAGE = PatternBackbone(
     prompt=Prompt(through=("context_embedder.proj_in",), mask="encoder_attention_mask"),
 )
 
-TABLE = (FLUX2, QWEN, CHROMA, OVIS, LONGCAT, BRIA, AURAFLOW, COGVIEW4, HUNYUAN_IMAGE)
+TABLE = (FLUX, FLUX2, QWEN, CHROMA, OVIS, LONGCAT, BRIA, AURAFLOW, COGVIEW4, HUNYUAN_IMAGE)
 for backbone in TABLE:
     register(backbone)

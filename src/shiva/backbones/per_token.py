@@ -30,13 +30,6 @@ class RopeRows:
         return self.rows[:, :, None]
 
 
-class Ropes(NamedTuple):
-    """Rotary (cos, sin) rows where an attention has more keys than queries."""
-
-    queries: Any
-    keys: Any
-
-
 class InTurn:
     """A rotary table for an attention that turns its queries by it first, then its keys, which are more.
 
@@ -61,27 +54,35 @@ class Chosen(NamedTuple):
     layout: Layout
     whole_keys: bool
     """Attention still sees a key of every token."""
+    frozen: bool = False
+    """Reference tokens are keys, and do not run."""
 
-    def rows(self, length: int, after_text: bool) -> Tensor:
+    def rows(self, length: int, after_text: bool, keys: bool = False) -> Tensor:
         """Rows (B, S) of a sequence of this length: all that is not the image's own, and of that what is chosen."""
         batch, device = self.positions.shape[0], self.positions.device
         start = self.layout.before + (self.layout.text if after_text else 0)
-        head = torch.arange(start, device=device).expand(batch, -1)
-        tail = torch.arange(start + self.layout.tokens, length, device=device).expand(batch, -1)
+        stop = start + self.layout.tokens
+        before, after = (self.layout.before, self.layout.after) if self.frozen and not keys else (0, 0)
+        head = torch.arange(start - before, device=device).expand(batch, -1)
+        tail = torch.arange(stop + after, length, device=device).expand(batch, -1)
         return torch.cat([head, self.positions + start, tail], dim=1)
+
+    @property
+    def more_keys(self) -> bool:
+        """Keys are more than queries."""
+        return self.whole_keys or self.frozen
+
+    @property
+    def missing(self) -> int:
+        """How many more."""
+        missing = self.layout.tokens - self.positions.shape[1] if self.whole_keys else 0
+        return missing + (self.layout.reference if self.frozen else 0)
 
 
 PerToken: TypeAlias = Callable[[Any, Chosen], Any]
 """How an argument that has a row for each token is cut to the tokens that run."""
 PerTokens: TypeAlias = Mapping[str, PerToken]
 """The same by the argument's name."""
-
-
-def shared_rope(rope: tuple[Tensor, Tensor], chosen: Chosen, *, after_text: bool = False) -> Any:
-    """(cos, sin), each (S, D), one table for all samples; `after_text` if rows of the text lead it."""
-    rows = chosen.rows(rope[0].shape[0], after_text)
-    queries = tuple(shared_rows(part, rows) for part in rope)
-    return Ropes(queries, rope) if chosen.whole_keys else queries
 
 
 def shared_rows(table: Tensor, rows: Tensor) -> Any:
@@ -117,15 +118,22 @@ class SharedRope:
     """Rows of the text lead it."""
 
     def __call__(self, rope: Any, chosen: Chosen) -> Any:
-        cut = shared_rope(rope, chosen, after_text=self.after_text)
-        return InTurn(cut.queries, cut.keys) if isinstance(cut, Ropes) else cut
+        rows = chosen.rows(rope[0].shape[0], self.after_text)
+        queries = tuple(shared_rows(part, rows) for part in rope)
+        if not chosen.more_keys:
+            return queries
+        rows = chosen.rows(rope[0].shape[0], self.after_text, keys=True)
+        return InTurn(queries, rope if chosen.whole_keys else tuple(shared_rows(part, rows) for part in rope))
 
 
 def image_and_text_rope(ropes: tuple[Tensor, Tensor], chosen: Chosen) -> Any:
     """Complex rows of the image (S, D/2), R3, and of the text, apart."""
     image, text = ropes
     queries = shared_rows(image, chosen.rows(image.shape[0], after_text=False))
-    return (InTurn(queries, image), text) if chosen.whole_keys else (queries, text)
+    if not chosen.more_keys:
+        return queries, text
+    rows = chosen.rows(image.shape[0], after_text=False, keys=True)
+    return InTurn(queries, image if chosen.whole_keys else shared_rows(image, rows)), text
 
 
 def rope_of_each_head(rope: tuple[Tensor, Tensor], chosen: Chosen) -> Any:
@@ -148,13 +156,13 @@ class Rows:
     only_with_axes: int | None = None
     """Per token only where it has this many axes."""
 
-    def cut(self, value: Any, chosen: Chosen) -> Any:
+    def cut(self, value: Any, chosen: Chosen, keys: bool = False) -> Any:
         if isinstance(value, tuple):
-            return tuple(self.cut(part, chosen) for part in value)
+            return tuple(self.cut(part, chosen, keys) for part in value)
         length = value.shape[self.axis]
         if length == 1 or self.only_with_axes not in (None, value.ndim):
             return value
-        return gather_axis(value, chosen.rows(length, self.after_text), self.axis)
+        return gather_axis(value, chosen.rows(length, self.after_text, keys), self.axis)
 
     def __call__(self, value: Any, chosen: Chosen) -> Any:
         return self.cut(value, chosen)
@@ -166,7 +174,9 @@ class Rope(Rows):
 
     def __call__(self, value: Any, chosen: Chosen) -> Any:
         cut = self.cut(value, chosen)
-        return InTurn(cut, value) if chosen.whole_keys else cut
+        if not chosen.more_keys:
+            return cut
+        return InTurn(cut, value if chosen.whole_keys else self.cut(value, chosen, keys=True))
 
 
 @dataclass(frozen=True)
@@ -176,7 +186,7 @@ class KeyMask(Rows):
     axis: int = -1
 
     def __call__(self, value: Any, chosen: Chosen) -> Any:
-        return value if chosen.whole_keys else self.cut(value, chosen)
+        return value if chosen.whole_keys else self.cut(value, chosen, keys=True)
 
 
 @dataclass(frozen=True)
@@ -185,7 +195,7 @@ class SquareMask(Rows):
 
     def __call__(self, value: Any, chosen: Chosen) -> Any:
         queries = Rows(-2, self.after_text).cut(value, chosen)
-        return queries if chosen.whole_keys else Rows(-1, self.after_text).cut(queries, chosen)
+        return queries if chosen.whole_keys else Rows(-1, self.after_text).cut(queries, chosen, keys=True)
 
 
 def text_mask_before_ones(mask: Tensor, chosen: Chosen) -> Tensor | None:
@@ -193,7 +203,7 @@ def text_mask_before_ones(mask: Tensor, chosen: Chosen) -> Tensor | None:
 
     Pricing also asks for more queries than there are tokens, and for them the mask costs nothing.
     """
-    missing = chosen.layout.tokens - chosen.positions.shape[1]
-    if not chosen.whole_keys or not missing:
+    missing = chosen.missing
+    if not missing:
         return mask
     return torch.cat([mask, mask.new_ones(mask.shape[0], missing)], dim=1) if missing > 0 else None

@@ -101,7 +101,7 @@ class Attached:
 
     def prepare(self) -> Callable[[], Any]:
         """One turn: a run of its own, or the next step of one run, which begins here with a dense step."""
-        call = new_run(self.call)
+        call = new_run(self.call, self.session.backbone.latents)
         if self.carries:
             if self.turns == 0:
                 self.transformer(**call)
@@ -122,9 +122,10 @@ class Attached:
         return {phase: 1e3 * spent / max(1, self.turns) for phase, spent in self.session.phases().items()}
 
 
-def new_run(call: dict[str, Any]) -> dict[str, Any]:
+def new_run(call: dict[str, Any], latents: str = "hidden_states") -> dict[str, Any]:
     """New latents begin a new run, as they do for the session in a pipeline; unless the timestep falls."""
-    return {**call, "hidden_states": call["hidden_states"].clone()}
+    given = call[latents]
+    return {**call, latents: [part.clone() for part in given] if isinstance(given, list) else given.clone()}
 
 
 def count_step(shape: Shape, entry: Entry | None) -> Flops:

@@ -107,6 +107,8 @@ class StepContext:
     """Index of the run's first step, above 0 where it starts from an image."""
     steps: int | None = None
     """Number of the scheduler's steps, where one is known."""
+    latents: Tensor | None = field(default=None, repr=False)
+    """What the model was given, noisy: (B, C, H, W), (B, C, F, H, W) or (B, N, C); None outside a call."""
     channels: int = 0
     """Channels of the latents; a model that also predicts their variance returns twice as many."""
     guidance_pairs: bool = False
@@ -125,6 +127,8 @@ class StepContext:
     """Nothing is added to the image tokens between two blocks (a ControlNet would)."""
     cost: Callable[[], CostModel] = field(default=unpriced, repr=False)
     """Prices of this call's layers, computed when asked for."""
+    frozen: bool = False
+    """Reference tokens do not run in this call: attention sees the keys and values that they last had."""
     counts: tuple[int, ...] = ()
     """Tokens to keep per layer, as `Method.plan` settled them before any block runs."""
     now: Any = None
@@ -150,6 +154,10 @@ class StepContext:
     @property
     def tokens(self) -> int:
         return self.layout.tokens
+
+    def reruns(self, site: str) -> bool:
+        """Whether a site, by name, is run again in the same call, as gradient checkpointing does on the way back."""
+        return site in self.kept
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         if self.clock is None or torch.compiler.is_compiling():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,8 +35,13 @@ class Layout:
     def reference(self) -> int:
         return self.before + self.after
 
+    def alone(self) -> Layout:
+        """The same without reference tokens."""
+        return replace(self, before=0, after=0)
+
     @property
     def shape(self) -> tuple[int, int, int]:
+        """Of the grid; methods that need one ask for it here."""
         return self.frames, self.rows, self.columns
 
     @property
@@ -52,6 +57,18 @@ class Layout:
     def windows(self, cell: tuple[int, int] = (2, 2)) -> tuple[Tensor, Tensor]:
         """Cells of (rows, columns) tokens that tile each frame, (C, m), and the tokens in no whole cell, (O,)."""
         return _windows(self.shape, cell)
+
+
+@dataclass(frozen=True)
+class Scattered(Layout):
+    """Tokens on no grid, such as a part of one or several joined: one long row, which has no neighbours."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        raise ValueError(
+            f"the position ids of these {self.tokens} tokens describe no grid, whose rows and columns this method "
+            "needs; Shiva, Sweep and the other methods that rank tokens one by one do without"
+        )
 
 
 @functools.lru_cache(maxsize=32)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from shiva.core import options
 from shiva.core.context import StepContext
+from shiva.core.layout import Layout
 from shiva.core.reduction import Reduction, Streams
 
 SiteKind = Literal["model", "block", "attention", "keys", "cross_attention", "ffn"]
@@ -72,6 +73,10 @@ class Place(Protocol):
     @property
     def module(self) -> nn.Module: ...
 
+    def references(self, rest: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Reference tokens before and after the image, of what its argument holds beside it, (B, R, D)."""
+        ...
+
 
 @dataclass(frozen=True)
 class BackboneSpec:
@@ -105,6 +110,8 @@ class Method(nn.Module):
     """Whether every count of tokens is known before a step starts."""
     recordable: bool = False
     """Whether nothing is carried between steps, so that a recorded graph of a step can be replayed."""
+    leading: int = 0
+    """Blocks before the model site, which see all tokens, in a method that acts there."""
     whole_keys: bool = False
     """Whether tokens that are computed attend to all others, in the layers whose keys it selects."""
     fresh_keys: bool = False

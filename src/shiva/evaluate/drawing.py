@@ -102,13 +102,22 @@ def draw(
     pipe: Any, prompts: Sequence[str], seed: int, places: Sequence[int], steps: int, guidance: float, **arguments: Any
 ) -> list[Any]:
     """One call of the pipeline; `places` are the prompts' numbers in their set, which decide their noise."""
-    return pipe(
+    drawn = pipe(
         **subjects(pipe, prompts),
         num_inference_steps=steps,
-        guidance_scale=guidance,
+        **guided(pipe, guidance, len(prompts)),
         generator=[torch.Generator().manual_seed(noise_seed(seed, place)) for place in places],
         **{name: value for name, value in arguments.items() if value is not None},
-    ).images
+    )
+    return drawn.images if hasattr(drawn, "images") else drawn.frames
+
+
+def guided(pipe: Any, guidance: float, prompts: int) -> dict[str, Any]:
+    """Arguments of classifier-free guidance; Qwen-Image takes `guidance_scale` for an embedding it does not have."""
+    parameters = inspect.signature(pipe.__call__).parameters
+    if "true_cfg_scale" not in parameters or parameters["guidance_scale"].default is not None:
+        return {"guidance_scale": guidance}
+    return {"true_cfg_scale": guidance, "negative_prompt": [" "] * prompts}
 
 
 def accepted(pipe: Any, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -219,7 +219,7 @@ class DiffCRMethod(Trainable):
         if k < tokens:
             with ctx.phase("sort"):
                 joint = unify_guidance(scores.detach(), self.guidance, ctx)
-                indices = self.indices(joint, k, site.layer, ctx)
+                indices = self.indices(joint, k, site, ctx)
             if age is None:
                 reduction = self.fill(indices, x, site, ctx)
             else:
@@ -232,13 +232,13 @@ class DiffCRMethod(Trainable):
             out = out._replace(image=inputs + gate * (out.image - inputs))
         return out if reduction is None else out._replace(image=reduction.restore(out.image, x))
 
-    def indices(self, scores: Tensor, k: int, layer: int, ctx: StepContext) -> Tensor:
+    def indices(self, scores: Tensor, k: int, site: Place, ctx: StepContext) -> Tensor:
         if self.training:
             return hard_topk(scores, k)
         known: dict[int, Tensor] = ctx.now.indices
-        chosen = choose_once(known, layer, self.guidance, ctx)
-        known[layer] = hard_topk(scores, k) if chosen is None else chosen
-        return known[layer]
+        chosen = choose_once(known, site, self.guidance, ctx)
+        known[site.layer] = hard_topk(scores, k) if chosen is None else chosen
+        return known[site.layer]
 
     def gated_ffn(self, run: Run, x: Tensor, site: Place, ctx: StepContext) -> Streams:
         """The FFN inside a pass: x (B, k, D) are the pass's tokens."""

@@ -6,16 +6,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
 from shiva.core.context import StepContext
 from shiva.core.method import BackboneSpec, GuidancePolicy, Method, Place, Run, run_reduced, unify_guidance
-from shiva.core.options import NotNegative, Whole
+from shiva.core.options import Count, NotNegative, Whole
 from shiva.core.reduction import Reduction, Streams
 from shiva.core.trainable import Trainable
-from shiva.methods.fills import FillRun, check_layers
+from shiva.methods.fills import FillRun, Key, check_layers, key_of
 from shiva.methods.fresh_keys import INSIDE, Fresh, around_block, around_inside, check_fresh
-from shiva.methods.scores import Lattice, Router, RouterOptions, Score, ScoreStep, full_precision
+from shiva.methods.scores import Lattice, Router, RouterOptions, Score, ScoreRun, ScoreStep, full_precision
 from shiva.methods.shortcut import ShortcutOptions
 from shiva.ops.fill import with_age
 from shiva.ops.lattice import cover_bonus
@@ -38,9 +39,21 @@ class PrunerOptions(ShortcutOptions):
     """Bonus of each step a token has waited, in deviations of the scores; with cached updates it avoids staleness."""
     cover: NotNegative = 0.0
     """Bonus of an even cover of the grid, over layers and steps, in deviations of the scores; 0 has none."""
+    freeze_references: Count | None = None
+    """Editing models: steps after which reference tokens do not run, and attention sees the keys and values that they
+    last had. Exact where a model was trained so (FLUX.2 klein KV, whose pipeline does it by itself), an approximation
+    elsewhere. None runs them always."""
     attends: Attends = "selected"
     """What the selected attend to: selected (the paper), or all: by the keys and values that the others last had if
     their updates are cached, by fresh ones of all tokens otherwise."""
+
+
+@dataclass
+class PrunerRun(FillRun, ScoreRun):
+    """What a pruner carries from step to step."""
+
+    references: dict[Key, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Of each projection to keys or values, what reference tokens before and after the image (B, R, D) last had."""
 
 
 @dataclass
@@ -52,17 +65,17 @@ class PrunerStep(ScoreStep):
     """Inside a block whose keys are made anew."""
 
 
-def choose_once(known: dict[int, Tensor], layer: int, policy: GuidancePolicy, ctx: StepContext) -> Tensor | None:
-    """A layer's tokens (B, k) where a step's first call has chosen them for the others too."""
-    return known.get(layer) if ctx.branch and policy != "per-sample" else None
+def choose_once(known: dict[int, Tensor], site: Place, policy: GuidancePolicy, ctx: StepContext) -> Tensor | None:
+    """A layer's tokens (B, k) where a step's first call has chosen them for the others too, or this one already."""
+    chosen_before = ctx.branch and policy != "per-sample"
+    return known.get(site.layer) if chosen_before or ctx.reruns(site.name) else None
 
 
 class Pruner(Method):
     """Runs a block on the k best tokens. A subclass sets `score`, and says how many in `plan`."""
 
-    sites = frozenset({"block", "keys"})
     config: PrunerOptions
-    new_run = FillRun
+    new_run = PrunerRun
     new_step = PrunerStep
     score: Score
 
@@ -71,24 +84,31 @@ class Pruner(Method):
         check_layers("dense", config.dense, spec)
         self.fill = config.make_fill(spec, tracks_age or bool(config.age))
         self.shortcut = self.fill.weights
-        self.needs_sigma = self.shortcut is not None
         self.guidance = config.guidance
         self.age_weight = config.age
         self.whole_keys = config.attends == "all"
         self.fresh_keys = self.whole_keys and not self.fill.caches
-        if self.fresh_keys:
-            self.sites = self.sites | INSIDE
-        self.requires = frozenset({"block", "keys"}) if self.whole_keys else frozenset({"block"})
+        self.freezes = config.freeze_references is not None
+        with_keys = self.whole_keys or self.freezes
+        self.requires = frozenset({"block", "keys"}) if with_keys else frozenset({"block"})
+        self.sites = self.requires | INSIDE if self.fresh_keys else self.requires
+
+    @property
+    def needs_sigma(self) -> bool:  # type: ignore[override]
+        return self.shortcut is not None or self.score.observes
 
     @property
     def recordable(self) -> bool:  # type: ignore[override]
-        return not (self.fill.caches or self.fill.tracks_age or self.score.drawn or self.config.cover)
+        carries = self.fill.caches or self.fill.tracks_age or self.freezes or self.score.observes
+        return not (carries or self.score.drawn or self.config.cover)
 
     def dense_layers(self) -> Collection[int]:
         """Layers that always see all tokens."""
         return self.config.dense
 
     def selects(self, site: Place) -> bool:
+        if self.freezes and site.kind == "keys":
+            return True
         if site.layer in self.dense_layers():
             return False
         if self.fresh_keys:
@@ -107,11 +127,17 @@ class Pruner(Method):
 
     def begin_step(self, ctx: StepContext) -> None:
         """Settle the scores that look at no token, where nothing is compiled or recorded."""
+        steps = self.config.freeze_references
+        waited = steps is not None and ctx.step - ctx.first >= steps
+        ctx.frozen = waited and ctx.layout.reference > 0 and bool(ctx.run.references)
         if self.score.drawn and ctx.now.drawn is None:
             ctx.now.drawn = self.score.draw(ctx.layout, ctx.step, self.spec.layers)
         if self.config.cover and ctx.now.cover is None:
             turn = ctx.explore.step + ctx.explore.index if self.training else ctx.step
             ctx.now.cover = Lattice().draw(ctx.layout, turn, self.spec.layers)
+
+    def end_step(self, output: Tensor, ctx: StepContext) -> None:
+        self.score.observe(output, ctx)
 
     def own_flops(self, ctx: StepContext, counts: Sequence[float]) -> float:
         return self.fill.flops(counts, ctx.tokens)
@@ -144,9 +170,12 @@ class Pruner(Method):
     def indices(self, x: Tensor, site: Place, ctx: StepContext) -> Tensor:
         """The tokens a layer runs on; under sequential guidance the second call of a step takes the first's."""
         now: PrunerStep = ctx.now
-        chosen = choose_once(now.indices, site.layer, self.guidance, ctx)
-        now.indices[site.layer] = self.choose(x, site, ctx) if chosen is None else chosen
-        return now.indices[site.layer]
+        chosen = choose_once(now.indices, site, self.guidance, ctx)
+        if chosen is None:
+            with torch.no_grad():
+                chosen = self.choose(x, site, ctx)
+        now.indices[site.layer] = chosen
+        return chosen
 
     # -- one block -----------------------------------------------------------------------------------
 
@@ -158,11 +187,14 @@ class Pruner(Method):
 
     def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         if self.fresh_keys and site.kind != "block":
-            return around_inside(run, x, site, ctx)
+            made = around_inside(run, x, site, ctx)
+            return self.with_references(made, site, ctx) if site.kind == "keys" else made
         if site.kind == "keys":
             made = run(x, None)
-            chosen = ctx.now.indices.get(site.layer)
-            return made._replace(image=self.fill.all_keys(made.image, chosen, site, ctx))
+            if self.keeps_keys(site.layer) and site.layer not in self.dense_layers():
+                chosen = ctx.now.indices.get(site.layer)
+                made = made._replace(image=self.fill.all_keys(made.image, chosen, site, ctx))
+            return self.with_references(made, site, ctx)
         reduction = self.reduction(x, site, ctx)
         if reduction is not None:
             run_block = around_block if self.fresh_keys else run_reduced
@@ -171,6 +203,19 @@ class Pruner(Method):
         if not self.training:
             self.fill.refresh(out.image, base, site, ctx)
         return out
+
+    def with_references(self, made: Streams, site: Place, ctx: StepContext) -> Streams:
+        """Keys or values with those of reference tokens: kept while these run, added once they do not."""
+        if not self.freezes:
+            return made
+        run: PrunerRun = ctx.run
+        if not ctx.frozen:
+            if made.rest is not None and ctx.layout.reference:
+                before, after = site.references(made.rest.detach(), ctx.layout)
+                run.references[key_of(site, ctx)] = before.clone(), after.clone()
+            return made
+        before, after = run.references[key_of(site, ctx)]
+        return made._replace(image=torch.cat([before, made.image, after], dim=1))
 
 
 @dataclass(frozen=True)

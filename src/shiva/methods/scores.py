@@ -25,6 +25,14 @@ def full_precision(device: torch.device, training: bool) -> contextlib.AbstractC
 
 
 @dataclass
+class ScoreRun:
+    """What scoring carries from step to step."""
+
+    reference: Tensor | None = None  # (B, N, C), the picture that is edited, as latents
+    departure: Tensor | None = None  # (B, N), how far the picture was from it at the last step
+
+
+@dataclass
 class ScoreStep:
     """What scoring keeps for the sites of one step."""
 
@@ -39,6 +47,11 @@ class Score:
 
     drawn: ClassVar[bool] = False
     """Whether it looks at no token, so that it is settled before a step starts."""
+    observes: ClassVar[bool] = False
+    """Whether it looks at what the transformer is given and predicts."""
+
+    def observe(self, prediction: Tensor, ctx: StepContext) -> None:
+        """See the model's prediction at the end of a step."""
 
     def draw(self, layout: Layout, step: int, layers: int) -> Tensor:
         """Scores (L, N) of every layer at a step, where they are drawn."""
@@ -97,6 +110,50 @@ class Update(Score):
     def __call__(self, x: Tensor, site: Place, ctx: StepContext) -> Tensor:
         run: FillRun = ctx.run
         return run.updates[key_of(site, ctx)].float().norm(dim=-1)
+
+
+class Departure(Score):
+    """How far a token of the picture, as the last step foresaw it, is from the reference that is edited.
+
+    With cached updates the steps are then spent on what the prompt changes, as in RegionE and SpotEdit. The foreseen
+    picture is that of flow matching, latents - sigma * prediction.
+    """
+
+    observes = True
+
+    def observe(self, prediction: Tensor, ctx: StepContext) -> None:
+        run: ScoreRun = ctx.run
+        latents, layout = ctx.latents, ctx.layout
+        assert latents is not None
+        assert ctx.sigma is not None
+        if layout.reference:
+            run.reference = reference_picture(latents, layout)
+        if run.reference is None:
+            raise ValueError(
+                "score='departure' compares the picture with a reference, and this call has none; draw with an "
+                "editing pipeline (Kontext, FLUX.2 or Qwen-Image with image=...), or pass another score"
+            )
+        if ctx.branch:
+            return
+        own = slice(layout.before, layout.before + layout.tokens)
+        made = prediction[:, own] if prediction.shape[1] > layout.tokens else prediction
+        foreseen = latents[:, own].float() - ctx.sigma * made.float()
+        run.departure = (foreseen - run.reference.float()).norm(dim=-1).detach()
+
+    def __call__(self, x: Tensor, site: Place, ctx: StepContext) -> Tensor:
+        run: ScoreRun = ctx.run
+        return x.new_zeros(x.shape[:2]).float() if run.departure is None else run.departure
+
+
+def reference_picture(latents: Tensor, layout: Layout) -> Tensor:
+    """The first reference (B, N, C) among packed latents (B, N + R, C), which must be as large as the image."""
+    if latents.ndim != 3 or max(layout.before, layout.after) % layout.tokens:
+        raise ValueError(
+            f"score='departure' needs a reference of the image's own {layout.tokens} tokens, and the call has "
+            f"{layout.reference} beside them; draw at the size of the reference"
+        )
+    start = 0 if layout.before else layout.tokens
+    return latents[:, start : start + layout.tokens]
 
 
 @dataclass(frozen=True)

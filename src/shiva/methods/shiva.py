@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -74,8 +74,8 @@ class Shiva(RoutedOptions, CountOptions):
 class ShivaStep(PrunerStep):
     ratios: Tensor | None = None  # (L,), of training, with their gradient
     mean_keep: Tensor | None = None  # (), of the reduced layers, with its gradient
-    pair: Held | None = None
-    """Tokens that stay reduced between the two layers of a pair."""
+    pairs: dict[int, Held] = field(default_factory=dict)
+    """By the first layer of a pair: tokens that stay reduced between the two."""
 
 
 class ShivaMethod(RoutedPruner):
@@ -225,9 +225,9 @@ class ShivaMethod(RoutedPruner):
     def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         if self.training or not self.config.share_pairs:
             return super().around(run, x, base, site, ctx)
-        held: Held | None = ctx.now.pair
-        if held is not None:
-            ctx.now.pair = None
+        pairs: dict[int, Held] = ctx.now.pairs
+        held = pairs.get(site.layer - 1)
+        if held is not None and self.paired(site.layer - 1):
             out = run(x, held.reduction)
             with ctx.phase("scatter"):
                 return out._replace(image=held.reduction.restore(out.image, held.base))
@@ -235,8 +235,9 @@ class ShivaMethod(RoutedPruner):
             return super().around(run, x, base, site, ctx)
         reduction = self.reduction(x, site, ctx)
         if reduction is None:
+            pairs.pop(site.layer, None)
             return run(x, None)
-        ctx.now.pair = Held(reduction, base)
+        pairs[site.layer] = Held(reduction, base)
         with ctx.phase("gather"):
             reduced = reduction.reduce(x)
         return run(reduced, reduction)

@@ -15,7 +15,7 @@ from shiva.core.options import Whole
 from shiva.methods.counts import CountOptions, Table
 from shiva.methods.fills import FillName
 from shiva.methods.pruner import Attends, Pruner, PrunerOptions
-from shiva.methods.scores import Band, Norm, Random, Score, Update
+from shiva.methods.scores import Band, Departure, Norm, Random, Score, Update
 
 
 @dataclass(frozen=True)
@@ -58,18 +58,19 @@ OLDEST_FIRST = 1e3
 class Ranked(PrunerOptions, CountOptions):
     """Tokens by a rule: the yardsticks that a learned or moving choice is held against."""
 
-    score: Literal["random", "norm", "age", "update"] = "random"
-    """random, norm (longest features first), age (oldest first) or update (largest last update first)."""
+    score: Literal["random", "norm", "age", "update", "departure"] = "random"
+    """random, norm (longest features first), age (oldest first), update (largest last update first), or, in editing
+    models, departure (where the picture departs from its reference)."""
     seed: Whole = 0
     """Of the random scores."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.score == "update" and self.fill != "cached":
-            raise ValueError("score='update' ranks by cached updates; pass fill='cached' too")
+        if self.score in ("update", "departure") and self.fill != "cached":
+            raise ValueError(f"score={self.score!r} ranks by what the step before it left; pass fill='cached' too")
 
     def make_score(self) -> Score:
-        scores: dict[str, Score] = {"norm": Norm(), "update": Update()}
+        scores: dict[str, Score] = {"norm": Norm(), "update": Update(), "departure": Departure()}
         return scores.get(self.score, Random(self.seed))
 
     def build(self, spec: BackboneSpec) -> UntrainedPruner:

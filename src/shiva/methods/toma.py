@@ -80,8 +80,9 @@ class Tiling(NamedTuple):
 
 def tiling(layout: Layout, side: int) -> Tiling:
     """Tiles of about side x side tokens, each in one frame."""
-    height, width = (nearest_divisor(length, side) for length in (layout.rows, layout.columns))
-    return Tiling(layout.frames * layout.rows // height, height, layout.columns // width, width)
+    frames, rows, columns = layout.shape
+    height, width = (nearest_divisor(length, side) for length in (rows, columns))
+    return Tiling(frames * rows // height, height, columns // width, width)
 
 
 def nearest_divisor(length: int, side: int) -> int:
@@ -221,7 +222,7 @@ class ToMAMethod(Method):
     def match(self, x: Tensor, stack: str, tiles: Tiling, ctx: StepContext) -> None:
         """Destinations and assignment of a stack, from the input x (B, N, D) of its first merged block."""
         batch = x.shape[0]
-        with ctx.phase("match"):
+        with ctx.phase("match"), torch.no_grad():
             tokens = tiles.fold(unit(x.float()))  # (B, T, n, D)
             chosen = ctx.run.destinations.find(
                 self.destinations_key(stack, ctx.branch),

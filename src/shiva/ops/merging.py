@@ -129,7 +129,7 @@ def block_matching(
     key = (layer, 0 if shared else ctx.branch)
     if key not in known:
         halves = 2 if shared and ctx.guidance_pairs else 1
-        with ctx.phase("match"):
+        with ctx.phase("match"), torch.no_grad():
             known[key] = make(metric.chunk(halves)[0]).repeat(halves)
     return known[key]
 

@@ -1,16 +1,13 @@
-"""Pipeline families: prompts and images to tensors, tensors to a call of the bare transformer."""
+"""A pipeline family: prompts and images to tensors, tensors to a call of the bare transformer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-
-from shiva.core.options import unknown_key
-from shiva.training.sections import Model
+from torch.nn import functional as F
 
 Text = dict[str, Tensor]
 """What a family's prompts become, each tensor with the batch first."""
@@ -23,6 +20,8 @@ class Family:
 
     text_encoders: ClassVar[tuple[str, ...]] = ()
     """Components that only prompts need; training may drop them once prompts are encoded."""
+    guided_by: ClassVar[str] = "guidance_scale"
+    """The pipeline's argument with the guidance scale."""
 
     def __init__(self, pipe: Any, text_length: int | None = None, guidance: float = 3.5):
         self.pipe, self.transformer, self.guidance = pipe, pipe.transformer, guidance
@@ -94,13 +93,14 @@ class Family:
         self.keep_empty()
         self.pipe.set_progress_bar_config(disable=True)
         empty = {name: value.expand(len(seeds), *value.shape[1:]) for name, value in self.empty.items()}
-        return self.pipe(
+        drawn = self.pipe(
             **self.arguments(text, empty, size),
-            guidance_scale=guidance,
+            **{self.guided_by: guidance},
             num_inference_steps=steps,
             generator=[torch.Generator().manual_seed(seed) for seed in seeds],
             output_type=output,
-        ).images
+        )
+        return drawn.images if hasattr(drawn, "images") else drawn.frames
 
     def draw_latents(self, text: Text, size: Size, steps: int, guidance: float, seeds: Sequence[int]) -> Tensor:
         """Latents (B, C, h, w) that the pipeline itself makes."""
@@ -112,178 +112,17 @@ def times(noisy: Tensor, value: float) -> Tensor:
     return torch.full((len(noisy),), value, device=noisy.device)
 
 
-class SD3Family(Family):
-    text_encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
-
-    def prompts(self, prompts: list[str]) -> Text:
-        unguided: Any = {"do_classifier_free_guidance": False, **self.length}
-        hidden, _, pooled, _ = self.pipe.encode_prompt(prompts, None, None, **unguided)
-        return {"hidden": hidden, "pooled": pooled}
-
-    def call(self, noisy: Tensor, timestep: float, text: Text) -> dict[str, Any]:
-        prompt = {"encoder_hidden_states": text["hidden"], "pooled_projections": text["pooled"]}
-        return {"hidden_states": noisy, "timestep": times(noisy, timestep), **prompt, "return_dict": False}
-
-    def arguments(self, text: Text, empty: Text, size: Size) -> dict[str, Any]:
-        prompt = {"prompt_embeds": text["hidden"], "pooled_prompt_embeds": text["pooled"]}
-        negative = {"negative_prompt_embeds": empty["hidden"], "negative_pooled_prompt_embeds": empty["pooled"]}
-        return {**prompt, **negative, "height": size[0], "width": size[1]}
+def normalised(vae: Any, latents: Tensor) -> Tensor:
+    """Latents (B, C, F, h, w) with the mean and deviation that a video autoencoder gives for each channel."""
+    mean, deviation = (
+        torch.tensor(values, device=latents.device, dtype=latents.dtype).view(1, -1, 1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return (latents - mean) / deviation
 
 
-class FluxFamily(Family):
-    text_encoders = ("text_encoder", "text_encoder_2")
-
-    def __init__(self, pipe: Any, text_length: int | None = None, guidance: float = 3.5):
-        super().__init__(pipe, text_length, guidance)
-        self._ids: dict[tuple[int, int], Tensor] = {}
-
-    @property
-    def patch(self) -> int:
-        return 2
-
-    def prompts(self, prompts: list[str]) -> Text:
-        hidden, pooled, _ = self.pipe.encode_prompt(prompts, None, **self.length)
-        return {"hidden": hidden, "pooled": pooled}
-
-    def image_ids(self, noisy: Tensor) -> Tensor:
-        """Position ids (h/2 * w/2, 3), one tensor per shape: the backbone reads the grid off it once."""
-        rows, columns = noisy.shape[-2] // 2, noisy.shape[-1] // 2
-        if (rows, columns) not in self._ids:
-            make = self.pipe._prepare_latent_image_ids
-            self._ids[rows, columns] = make(1, rows, columns, noisy.device, torch.float32)
-        return self._ids[rows, columns]
-
-    def call(self, noisy: Tensor, timestep: float, text: Text) -> dict[str, Any]:
-        guided = self.transformer.config.guidance_embeds
-        return {
-            "hidden_states": self.pipe._pack_latents(noisy, *noisy.shape),
-            "timestep": times(noisy, timestep / 1000),
-            "guidance": times(noisy, self.guidance) if guided else None,
-            "encoder_hidden_states": text["hidden"],
-            "pooled_projections": text["pooled"],
-            "txt_ids": torch.zeros(text["hidden"].shape[1], 3, device=noisy.device),
-            "img_ids": self.image_ids(noisy),
-            "return_dict": False,
-        }
-
-    def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
-        return self._unpack(output, noisy.shape[-2], noisy.shape[-1])
-
-    @staticmethod
-    def _unpack(tokens: Tensor, height: int, width: int) -> Tensor:
-        """(B, h/2 * w/2, 4C) to (B, C, h, w)."""
-        batch, _, packed = tokens.shape
-        tokens = tokens.view(batch, height // 2, width // 2, packed // 4, 2, 2)
-        return tokens.permute(0, 3, 1, 4, 2, 5).reshape(batch, packed // 4, height, width)
-
-    def arguments(self, text: Text, empty: Text, size: Size) -> dict[str, Any]:
-        prompt = {"prompt_embeds": text["hidden"], "pooled_prompt_embeds": text["pooled"]}
-        return {**prompt, "height": size[0], "width": size[1]}
-
-    def draw_latents(self, text: Text, size: Size, steps: int, guidance: float, seeds: Sequence[int]) -> Tensor:
-        packed = self.draw(text, size, steps, guidance, seeds, "latent")
-        return self._unpack(packed, size[0] // self.factor, size[1] // self.factor)
-
-
-class PixArtFamily(Family):
-    text_encoders = ("text_encoder",)
-
-    def prompts(self, prompts: list[str]) -> Text:
-        hidden, mask, _, _ = self.pipe.encode_prompt(prompts, do_classifier_free_guidance=False, **self.length)
-        return {"hidden": hidden, "mask": mask}
-
-    def call(self, noisy: Tensor, timestep: float, text: Text) -> dict[str, Any]:
-        batch, _, height, width = noisy.shape
-        added: dict[str, Tensor | None] = {"resolution": None, "aspect_ratio": None}
-        if self.transformer.config.sample_size == 128 and self.transformer.use_additional_conditions:
-            pixels = [[height * self.factor, width * self.factor]]
-            side = torch.tensor(pixels, dtype=noisy.dtype, device=noisy.device)
-            added = {"resolution": side.expand(batch, 2), "aspect_ratio": (side[:, :1] / side[:, 1:]).expand(batch, 1)}
-        prompt = {"encoder_hidden_states": text["hidden"], "encoder_attention_mask": text["mask"]}
-        where = {"timestep": times(noisy, int(timestep)), "added_cond_kwargs": added}
-        return {"hidden_states": noisy, **where, **prompt, "return_dict": False}
-
-    def arguments(self, text: Text, empty: Text, size: Size) -> dict[str, Any]:
-        return {
-            "prompt": None,
-            "negative_prompt": None,
-            "prompt_embeds": text["hidden"],
-            "prompt_attention_mask": text["mask"],
-            "negative_prompt_embeds": empty["hidden"],
-            "negative_prompt_attention_mask": empty["mask"],
-            "height": size[0],
-            "width": size[1],
-            "use_resolution_binning": False,
-        }
-
-
-class DiTFamily(Family):
-    """Class-conditional: a caption is a class name of the pipeline, or a class number."""
-
-    def prompts(self, prompts: list[str]) -> Text:
-        null = self.transformer.config.num_embeds_ada_norm
-        labels = [null if not p else int(p) if p.isdigit() else self._label(p) for p in prompts]
-        return {"label": torch.tensor(labels, device=self.transformer.device)}
-
-    def _label(self, name: str) -> int:
-        if name not in self.pipe.labels:
-            raise ValueError(unknown_key(name, self.pipe.labels, "the pipeline's list of classes"))
-        return self.pipe.labels[name]
-
-    def call(self, noisy: Tensor, timestep: float, text: Text) -> dict[str, Any]:
-        where = {"timestep": times(noisy, int(timestep)), "class_labels": text["label"]}
-        return {"hidden_states": noisy, **where, "return_dict": False}
-
-    def arguments(self, text: Text, empty: Text, size: Size) -> dict[str, Any]:
-        return {"class_labels": text["label"].tolist()}
-
-    def draw_latents(self, text: Text, size: Size, steps: int, guidance: float, seeds: Sequence[int]) -> Tensor:
-        """The pipeline gives images only; their latents are encoded again."""
-        return self.latents(self.draw(text, size, steps, guidance, seeds, "pt") * 2 - 1)
-
-
-FAMILIES: dict[str, type[Family]] = {
-    "SD3Transformer2DModel": SD3Family,
-    "FluxTransformer2DModel": FluxFamily,
-    "PixArtTransformer2DModel": PixArtFamily,
-    "DiTTransformer2DModel": DiTFamily,
-}
-
-
-def family_of(pipe: Any, text_length: int | None = None, guidance: float = 3.5) -> Family:
-    """The family of a pipeline, by its transformer's class."""
-    name = type(getattr(pipe, "transformer", None)).__name__
-    if name not in FAMILIES:
-        raise ValueError(f"training has no family for {name}; it knows {', '.join(FAMILIES)} (training/family.py)")
-    return FAMILIES[name](pipe, text_length, guidance)
-
-
-def load_family(model: Model, dtype: torch.dtype) -> Family:
-    """The pipeline in main memory, everything frozen."""
-    from diffusers import DiffusionPipeline
-
-    if model.path.startswith((".", "/")) and not Path(model.path).is_dir():
-        raise FileNotFoundError(f"model.path={model.path!r} is not a folder; paths are relative to the current folder")
-    try:
-        index = dict(DiffusionPipeline.load_config(model.path, revision=model.revision))
-    except Exception as error:
-        raise unloadable(model, error) from error
-    absent = {name: None for name, value in index.items() if value == [None, None]}
-    for name in model.without:
-        if name not in index:
-            raise ValueError(f"model.without: {unknown_key(name, index, 'the pipeline')}")
-        absent[name] = None
-    try:
-        pipe = DiffusionPipeline.from_pretrained(model.path, revision=model.revision, dtype=dtype, **absent)
-    except Exception as error:
-        raise unloadable(model, error) from error
-    for part in pipe.components.values():
-        if isinstance(part, torch.nn.Module):
-            part.requires_grad_(False).eval()
-    return family_of(pipe, model.text_length, model.guidance)
-
-
-def unloadable(model: Model, error: Exception) -> ValueError:
-    """What to raise where diffusers, which raises what it likes, does not load a pipeline."""
-    told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return ValueError(f"model.path={model.path!r} does not load as a diffusers pipeline ({told}); restore its files")
+def padded(hidden: Tensor, mask: Tensor | None, length: int) -> Text:
+    """Embeddings (B, T, D) at one length for all prompts, and which of them are text."""
+    mask = hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
+    missing = length - hidden.shape[1]
+    return {"hidden": F.pad(hidden, (0, 0, 0, missing)), "mask": F.pad(mask, (0, missing))}

@@ -56,7 +56,7 @@ def stratified_ratios(seed: int, step: int, count: int, low: float, high: float,
 
 @dataclass(frozen=True)
 class FlowMatching:
-    """x = (1 - sigma) * clean + sigma * noise, the model predicts noise - clean (SD3, Flux)."""
+    """x = (1 - sigma) * clean + sigma * noise, the model predicts noise - clean (SD3, Flux, Wan)."""
 
     density: str = "uniform"
     shift: float = 1.0
@@ -163,6 +163,8 @@ def noise_process(scheduler: Any, density: str, levels: Sequence[float] = ()) ->
             f"{type(scheduler).__name__}; use another density"
         )
     prediction = config.get("prediction_type", "epsilon")
+    if prediction == "flow_prediction":
+        return FlowMatching(density, float(config.flow_shift or 1.0), None, config.num_train_timesteps)
     alphas = getattr(scheduler, "alphas_cumprod", None)
     if alphas is None or prediction not in ("epsilon", "v_prediction"):
         raise ValueError(

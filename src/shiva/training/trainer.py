@@ -17,7 +17,7 @@ from shiva.files import to_json
 from shiva.training.adapter import RunAdapter
 from shiva.training.cache import Ranks
 from shiva.training.call import begin_batch, blocks_of, check_groups, finish, trained
-from shiva.training.family import load_family
+from shiva.training.families import load_family
 from shiva.training.feed import Loaded, load_ahead, prepare
 from shiva.training.log import Log
 from shiva.training.noise import MicroBatch, Moment, draw_batch, moment, seed_of
