@@ -342,7 +342,7 @@ def test_the_demo_has_eight_rows_at_most_and_takes_the_larger_model_once_it_is_t
         "dense": 8,
         "Sweep 40": 8,
         "ToMeSD": 8,
-        "fewer steps: 10": 5,
+        "10 steps": 5,
         "turbo in 4 steps": 2,
     }
     assert [line.partition(" is not here")[0] for line in left_out] == [
