@@ -182,7 +182,7 @@ METHODS: dict[str, Row] = {
         off=shiva.JiT(stages=()),
         kept=lambda kind, layer, tokens: -(-tokens // 2),
     ),
-    "lattice": Row(on=shiva.Lattice(budget=0.5), off=shiva.Lattice(budget=1.0), kept=half_but_first),
+    "lattice": Row(on=shiva.Lattice(budget=0.5), off=shiva.Lattice(budget=1.0), kept=half_but_first, everywhere=True),
     "lattice-all": Row(
         on=shiva.Lattice(budget=0.5, attends="all"),
         off=shiva.Lattice(budget=1.0, attends="all"),
