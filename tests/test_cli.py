@@ -168,7 +168,7 @@ def test_outside_a_checkout_the_papers_part_is_missed_by_name(call: Call, monkey
     assert (code, told) == (2, "error: reproduce/ is not here; run shiva validate in a checkout of the repository\n")
     code, _, told = call("eval", "m", "--methods", "ToMeSD", "--protocol", "seeds")
     assert code == 2
-    assert "--protocol has no option 'seeds'; known keys: all, main, matched" in told
+    assert "--protocol has no option 'seeds'; known keys: all, floor, main, matched" in told
 
 
 WRONG_CALLS = [
