@@ -1,8 +1,8 @@
-"""A method added from outside: RAS, region-adaptive sampling (Liu et al., 2025, arXiv 2502.10389), from its paper.
+"""A method added from outside, after RAS (Liu et al., 2025, arXiv 2502.10389; `shiva.RAS` has its keys too).
 
 After some dense steps only the tokens whose prediction is busiest run through the model; the others keep the velocity
 that they were last given. A token that has waited long is starved no further, and every few steps all run again.
-Import this module, then `shiva.attach(pipe, RAS())` or `shiva.attach(pipe, "ras", keep=0.4)`.
+Import this module, then `shiva.attach(pipe, HeldVelocity())` or `shiva.attach(pipe, "heldvelocity", keep=0.4)`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shiva.core import BackboneSpec, Layout, Place, select
 
 
 @dataclass(frozen=True)
-class RAS(shiva.MethodConfig):
+class HeldVelocity(shiva.MethodConfig):
     """Refresh by change, with a starvation term; hold the velocity of the others."""
 
     keep: float = 0.5
@@ -28,12 +28,12 @@ class RAS(shiva.MethodConfig):
     starvation: float = 0.25
     """How much each step of waiting raises a token's claim."""
 
-    def build(self, spec: BackboneSpec) -> RASMethod:
-        return RASMethod(self, spec)
+    def build(self, spec: BackboneSpec) -> HeldVelocityMethod:
+        return HeldVelocityMethod(self, spec)
 
 
 @dataclass
-class RASRun:
+class HeldVelocityRun:
     velocity: Tensor | None = None  # (B, C, H, W), the model's last word on every token
     claim: Tensor | None = None  # (1, N), how much a token's prediction varies
     waited: Tensor | None = None  # (1, N), steps
@@ -47,12 +47,12 @@ def per_token(velocity: Tensor, layout: Layout) -> Tensor:
     return cut.permute(0, 2, 4, 1, 3, 5).reshape(batch, layout.tokens, -1)
 
 
-class RASMethod(shiva.Method):
+class HeldVelocityMethod(shiva.Method):
     sites = frozenset({"model"})
-    new_run, new_step = RASRun, list
+    new_run, new_step = HeldVelocityRun, list
 
     def reduction(self, x: Tensor, site: Place, ctx: shiva.StepContext) -> shiva.Reduction | None:
-        run: RASRun = ctx.run
+        run: HeldVelocityRun = ctx.run
         if run.claim is None or run.waited is None or (ctx.step - ctx.first) % self.config.reset == 0:
             return None
         score = run.claim * torch.exp(self.config.starvation * run.waited)
@@ -61,7 +61,7 @@ class RASMethod(shiva.Method):
         return select(chosen.expand(x.shape[0], -1), x.shape[1])
 
     def end_step(self, output: Tensor, ctx: shiva.StepContext) -> Tensor:
-        run: RASRun = ctx.run
+        run: HeldVelocityRun = ctx.run
         run.waited = torch.zeros(1, ctx.tokens) if run.waited is None or not ctx.now else run.waited + 1
         if ctx.now and run.velocity is not None:
             run.waited.scatter_(1, ctx.now[0], 0.0)

@@ -180,4 +180,5 @@ PROTOCOLS: dict[str, Protocol] = {
     "ratio": ratio,
     "int8": int8,
     "matched": protocols.match,
+    "floor": protocols.floor,
 }

@@ -28,6 +28,11 @@ PATIENCE = 400
 PHONE = 360
 """Pixels across of a small one."""
 
+TOO_WIDE = "return document.documentElement.scrollWidth"
+"""How wide the page is, which must not be more than its window."""
+UNNAMED = "return [...document.images].filter(image => !image.alt && image.offsetParent).length"
+"""Images that are seen without an alternative text."""
+
 
 def installed() -> tuple[str, str]:
     """Chromium and its driver; tests that need them are left out where they are not."""

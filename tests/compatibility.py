@@ -19,6 +19,7 @@ import shiva
 from neighbours import NEIGHBOURS, NO_WHOLE_GRAPH, TINY
 from pipelines import PIPELINES
 from pipelines_reach import REACH
+from shiva.backbones.base import backbone_of
 from shiva.backbones.known import as_markdown
 
 from method_table import METHODS
@@ -38,6 +39,11 @@ COLUMNS = {
     "DiffCR": "diffcr",
     "SparseDiT": "sparsedit",
     "NeuralSort, SoftTopK, LapSum": "neuralsort",
+    "Refresh": "refresh-probe",
+    "RAS": "ras",
+    "ToCa": "toca",
+    "CoReDiT": "coredit",
+    "JiT": "jit",
 }
 
 
@@ -53,8 +59,11 @@ def tried(method: str, tiny: str) -> str:
     """Whether a method reduces tokens of a class and leaves it as it was, or refuses it by a reason."""
     row, model, call = METHODS[method], TINY[tiny].make(), TINY[tiny].call(2, 6, 10)
     dense = output(model, call)
+    noisier = 100.0 if backbone_of(model).rises else 900.0
     try:
         with shiva.attach(model, row.on) as session:
+            for step in range(row.dense_calls):
+                output(model, TINY[tiny].call(2, 6, 10, timestep=noisier - step))
             reduced = output(model, call)
             counts = session.stats[-1].kept.values()
     except ValueError:
@@ -76,7 +85,8 @@ def runs(method: str, names: list[str]) -> str:
     """As `test_methods` has it for models of a class, or else as it is tried here."""
     row = METHODS[method]
     attention = any(TINY[name].attention for name in names)
-    if set(names) & set(row.backbones) or (row.everywhere and (attention or not row.needs_attention)):
+    offered = row.everywhere and (attention or not row.needs_attention) and not set(names) <= set(row.not_on)
+    if set(names) & set(row.backbones) or offered:
         return YES
     return tried(method, names[0])
 

@@ -21,10 +21,14 @@ class Row:
     """(kind of site, layer, N) -> tokens it must run on; None where the count depends on the data."""
     backbones: tuple[str, ...] = ("sd3", "sd35", "flux", "pixart", "dit")
     """Backbones the method is defined on."""
+    dense_calls: int = 0
+    """Calls at the beginning of a run that see all tokens."""
     differentiable: bool = False
     """Its own parameters receive gradients in training."""
     everywhere: bool = False
     """Also runs on every class of the pattern table."""
+    not_on: tuple[str, ...] = ()
+    """Those of them that it refuses."""
     needs_attention: bool = False
     """Reduces the attention alone, which some classes of the pattern table do not offer."""
 
@@ -134,6 +138,38 @@ METHODS: dict[str, Row] = {
         kept=half_but_first,
     ),
     "lattice": Row(on=shiva.Lattice(budget=0.5), off=shiva.Lattice(budget=1.0), kept=half_but_first, everywhere=True),
+    "refresh": Row(
+        on=shiva.Refresh(budget=0.5),
+        off=shiva.Refresh(budget=1.0),
+        kept=half_but_first,
+        dense_calls=1,
+    ),
+    "refresh-probe": Row(
+        on=shiva.Refresh(budget=0.5, score="probe", attends="selected", age=0.3),
+        off=shiva.Refresh(budget=1.0, score="probe", attends="selected"),
+        kept=half_but_first,
+        dense_calls=1,
+        everywhere=True,
+        not_on=("wan-vace",),  # adds to all tokens between blocks
+    ),
+    "ras": Row(
+        on=shiva.RAS(budget=0.5, first=1),
+        off=shiva.RAS(budget=1.0),
+        kept=lambda kind, layer, tokens: tokens // 2,
+        dense_calls=1,
+    ),
+    "coredit": Row(on=shiva.CoReDiT(), off=shiva.CoReDiT(ratio=0.0), kept=half_at("attention")),
+    "toca": Row(
+        on=shiva.ToCa(fresh=0.5, slope=0.0, attention=0.5),
+        off=shiva.ToCa(fresh=1.0, slope=0.0, attention=1.0),
+        kept=half_at("attention", "cross_attention", "ffn"),
+        dense_calls=1,
+    ),
+    "jit": Row(
+        on=shiva.JiT(stages=((1.0, 0.5),)),
+        off=shiva.JiT(stages=()),
+        kept=lambda kind, layer, tokens: -(-tokens // 2),
+    ),
     "lattice-all": Row(
         on=shiva.Lattice(budget=0.5, attends="all"),
         off=shiva.Lattice(budget=1.0, attends="all"),

@@ -53,7 +53,7 @@ def test_a_method_has_at_most_eight_things_to_override() -> None:
 def test_bases_of_configs_are_not_methods() -> None:
     assert "Shiva" in MethodConfig.known
     assert not [name for name in MethodConfig.known if name.endswith("Options")]
-    with pytest.raises(FileNotFoundError, match="PrunerOptions"):
+    with pytest.raises(ValueError, match="no method 'PrunerOptions'"):
         shiva.attach(make_sd3(), "PrunerOptions")
 
 

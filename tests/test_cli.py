@@ -131,7 +131,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("generate", "m", "a fox", "--method", "ToMeSD", "--set", "ratio"), "--set ratio has no value; pass --set key="),
     (("generate", "m", "a fox", "--method", "ToMeSD", "--set", "ratio=[1"), "--set ratio=[1 does not read as YAML"),
     (("generate", "m", "a fox", "--method", "ToMeSD", "--set", "ratoi=1"), "did you mean 'ratio'?"),
-    (("generate", "m", "a fox", "--method", "SelectConfig"), "shiva has no method 'SelectConfig'; known keys: "),
+    (("generate", "m", "a fox", "--method", "SelectConfig"), "shiva has no method 'SelectConfig'; methods are "),
     (("generate", "m", "a fox", "--device", "nowhere"), "--device nowhere is not here"),
     (("generate", "m", "a fox", "--device", "meta:x"), "--device meta:x is not here"),
     (("generate", "m", "a fox", "--output", "{file}/x"), "is a file, so nothing can be written"),
@@ -219,12 +219,13 @@ def test_generate_writes_images_and_what_was_spared(tmp_path: Path) -> None:
 def test_demo_writes_a_page_that_needs_no_network(tmp_path: Path) -> None:
     candidates = tmp_path / "methods.yaml"
     candidates.write_text(
+        "model: models/emoji\n"
         "candidates:\n"
         "  ToMeSD: {method: ToMeSD}\n"
         "  LapSum: {checkpoint: models/nowhere, train: shiva train mine.yaml}\n"
         "  Shiva 60: {checkpoint: models/shiva/60}\n"
     )
-    result = shiva("demo", "--methods", candidates, "--steps", "3", "--output", tmp_path)
+    result = shiva("demo", "--methods", candidates, "--steps", "2", "--output", tmp_path)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "index.html").as_uri() in result.stdout
     assert "left out: LapSum: models/nowhere is not here; train it: shiva train mine.yaml" in result.stdout

@@ -23,8 +23,8 @@ from recipes.emoji.flow import flow_loss, logit_normal, make_transformer, sample
 from recipes.emoji.optim import Optimizers, orthogonalize
 from recipes.emoji.placeholder import load_without_t5
 from recipes.emoji.score import generate, score_images
+from recipes.emoji.sitting import Clock, load_state, rate_factor, save_state, update_ema
 from recipes.emoji.towers import make_text_tower
-from recipes.emoji.transformer import Clock, load_state, rate_factor, save_state, update_ema
 from recipes.emoji.vision import distort, make_vision_tower
 from reproduce.metrics.distances import frechet_distance, kernel_distance, retrieval
 from reproduce.metrics.text import TextImageScore
@@ -232,10 +232,10 @@ def test_resuming_gives_the_same_run(tmp_path: Path) -> None:
 
 
 def test_rate_warms_up_stays_and_decays() -> None:
-    assert rate_factor(Clock(step=0), 100, 60) == 0.01
-    assert rate_factor(Clock(step=500, seconds=1e6), 100, 60) == 1
-    assert rate_factor(Clock(step=500, seconds=130, decay_start=100), 100, 60) == 0.5
-    assert rate_factor(Clock(step=500, seconds=170, decay_start=100), 100, 60) == 0
+    assert rate_factor(Clock(step=0), 60) == 0.01
+    assert rate_factor(Clock(step=500, seconds=1e6), 60) == 1
+    assert rate_factor(Clock(step=500, seconds=130, decay_start=100), 60) == 0.5
+    assert rate_factor(Clock(step=500, seconds=170, decay_start=100), 60) == 0
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 24), (2, 24, 8)])
@@ -323,7 +323,7 @@ def test_psnr_of_a_known_error() -> None:
 def test_card_shows_the_measured_figures() -> None:
     from recipes.emoji.card import render
 
-    part = {"top1": 0.5, "top5": 0.75, "text_image_score": 0.6}
+    part = {"top1": 0.5, "top5": 0.75, "text_image_score": 0.6, "images": 8}
     scores = {
         "train": {**part, "real_images": {**part, "top1": 1.0}},
         "validation": part,
@@ -336,3 +336,9 @@ def test_card_shows_the_measured_figures() -> None:
     card = render(scores)
     assert "2.0 hours on one to two CPU cores, 100 steps, 1428 images (2 per label)" in card
     assert "| retrieval, top 1 of 1 563 | 50.0% | 50.0% | 100.0% |" in card
+    turbo = {**scores, "model": "emoji-128-turbo", "size": [128, 128], "steps": 4, "guidance": 0.0}
+    base = {**scores, "model": "emoji-128", "steps": 16}
+    card = render(turbo, [base])
+    assert "num_inference_steps=4, guidance_scale=0" in card
+    assert "| emoji-128-turbo, 4 steps, guidance 0 | 50.0% | 75.0% | – |" in card
+    assert "| emoji-128, 16 steps, guidance 3 | 50.0% | 75.0% | – |" in card

@@ -39,6 +39,7 @@ from shiva.evaluate.prompts import Prompt, PromptSet
 from shiva.evaluate.protocols import Found
 from shiva.evaluate.tables import Paired, rank_word
 from shiva.evaluate.workers import Workers
+from shiva.show.frontier import draw_floor
 
 REPOSITORY = Path(__file__).parents[1]
 PROMPTS = PromptSet("three", tuple(Prompt(text, group) for text, group in (("a", "x"), ("b", "x"), ("c", "y"))))
@@ -70,6 +71,10 @@ class Prompted:
     @property
     def scheduler(self) -> Any:
         return self.real.scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Any) -> None:
+        self.real.scheduler = scheduler
 
     def __call__(self, prompt: list[str], guidance_scale: float, **arguments: Any) -> Any:
         self.noise += [generator.initial_seed() for generator in arguments["generator"]]
@@ -355,6 +360,30 @@ def test_matched_protocol_brings_everyone_to_one_share_and_says_where_the_first_
     assert "left out" not in main.tables[0].caption
 
 
+def test_the_floor_holds_each_method_against_fewer_steps_at_its_own_flops(tmp_path: Path, pipe: Prompted) -> None:
+    fewer = {f"{n} steps": Candidate(steps=n) for n in (3, 2)}
+    random = {f"random {k:g}": Candidate(method="Ranked", options={"flops": k}) for k in (0.9, 0.6, 0.45)}
+    candidates = Candidates({"dense": Candidate(), **fewer, **random})
+    evaluation = make(tmp_path, pipe, candidates=candidates, settings=Settings("tiny", None, steps=4, guidance=3.0))
+    found = PROTOCOLS["floor"](evaluation)
+    assert found is not None
+    above, run = found.figures["above"], evaluation.run()
+    assert set(above) == {"random 0.6", "random 0.45"}, "at 90 % the line ends"
+    shares = {name: evaluation.cost(run, name).share for name in run.candidates}
+    assert (shares["3 steps"], shares["2 steps"]) == (0.75, 0.5)
+    psnr = {name: evaluation.scores(run, name, 0)["psnr"].value for name in run.candidates if name != "dense"}
+    way = (shares["random 0.6"] - 0.5) / 0.25
+    line = psnr["2 steps"] + way * (psnr["3 steps"] - psnr["2 steps"])
+    assert above["random 0.6"]["psnr"]["mean"] == pytest.approx(psnr["random 0.6"] - line, abs=1e-6)
+    below = psnr["random 0.45"] - psnr["2 steps"]
+    assert above["random 0.45"]["psnr"]["mean"] == pytest.approx(below, abs=1e-6), "below the cheapest it stays"
+    document = {"results": found.figures, "settings": {"steps": 4}, "tables": [{"title": found.tables[0].title}]}
+    for quality in document["results"]["quality"].values():
+        quality["ssim"] = 0.5
+    draw_floor(document, tmp_path / "floor.png")
+    assert Image.open(tmp_path / "floor.png").size[0] > 1000
+
+
 def test_shiva_is_refused_too_where_it_misses_the_target(evaluation: Evaluation) -> None:
     prices = SimpleNamespace(run=evaluation.run(), share=lambda candidate: 0.5)
     assert matched(cast("Prices", prices), "random", 0.51).options["flops"] == 0.51
@@ -444,6 +473,10 @@ def test_the_embedded_file_of_candidates_is_whole() -> None:
         assert found.candidates[name].config()["method"] == name
     assert found.candidates["Shiva 90"].checkpoint == "models/shiva/80"
     assert all(entry.train for entry in found.candidates.values() if entry.checkpoint)
+    turbo = read_candidates(str(REPOSITORY / "recipes" / "eval" / "emoji-turbo.yaml"))
+    assert {name for name, entry in turbo.candidates.items() if entry.only_steps} == {"3 steps", "2 steps"}
+    for entry in (entry for entry in turbo.candidates.values() if entry.method):
+        assert entry.config()["method"] == entry.method
 
 
 def test_candidates_are_checked_at_the_door(tmp_path: Path) -> None:
@@ -451,7 +484,7 @@ def test_candidates_are_checked_at_the_door(tmp_path: Path) -> None:
     assert read_candidates("tomesd").candidates["tomesd"].config() == Candidate("ToMeSD").config()
     with pytest.raises(ValueError, match="has no method 'ToMeS'; did you mean 'ToMeSD'"):
         read_candidates("ToMeS")
-    with pytest.raises(ValueError, match="no method 'Configs'; known keys: .*Dense, DiffCR, DyDiT, ") as refused:
+    with pytest.raises(ValueError, match="no method 'Configs'; methods are .*Dense, DiffCR, DyDiT, ") as refused:
         read_candidates("Configs")
     assert "SelectConfig" not in str(refused.value), "bases that methods share are no methods"
     with pytest.raises(ValueError, match="would share the folder shiva-80"):
@@ -521,7 +554,7 @@ def quick(folder: Path, model: Path, prompts: str) -> dict[str, Any]:
     """`shiva eval --methods ToMeSD` in two steps; its manifest."""
     (folder / "prompts.txt").write_text(prompts)
     arguments = ["eval", model, "--methods", "ToMeSD", "--prompts", folder / "prompts.txt", "--output", folder / "out"]
-    arguments += ["--steps", 2, "--rounds", 0, "--probes", 1, "--metrics", "psnr"]
+    arguments += ["--steps", 2, "--rounds", 0, "--probes", 1, "--metrics", "psnr", "--no-rivals"]
     CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
     return json.loads((folder / "out" / "run.json").read_text())
 
@@ -541,7 +574,19 @@ def generate_default(name: str) -> Any:
 
 def command(output: Path, prompts: Path, **environment: str) -> subprocess.Popen[str]:
     arguments = ["eval", REPOSITORY / "models" / "emoji", "--methods", prompts.with_suffix(".yaml")]
-    arguments += ["--prompts", prompts, "--output", output, "--rounds", "0", "--probes", "1", "--metrics", "psnr,mse"]
+    arguments += [
+        "--prompts",
+        prompts,
+        "--output",
+        output,
+        "--rounds",
+        "0",
+        "--probes",
+        "1",
+        "--metrics",
+        "psnr,mse",
+        "--no-rivals",
+    ]
     return subprocess.Popen(
         [sys.executable, "-m", "shiva", *map(str, arguments)],
         env={**os.environ, **environment},

@@ -309,3 +309,22 @@ def test_a_budget_turned_in_place_reaches_the_lattice() -> None:
         session.begin_run()
         model(**call_sd3(1, 6, 6, timestep=900.0))
         assert session.stats[-1].kept["transformer_blocks.1"] == 9
+
+
+def test_the_oracle_counts_as_lattice_does_and_computes_what_the_fill_misses() -> None:
+    from reproduce.claims.floor import Oracle
+
+    tiny = BACKBONES["sd3"]
+    call, shares = tiny.call(2, 6, 6), []
+    model = tiny.make()
+    dense = model(**call)[0]
+    half, spec = shiva.Lattice(budget=0.5, attends="all"), shiva.attach(model, "Lattice").spec
+    shiva.detach(model)
+    for method in (half.build(spec), Oracle(half, spec)):
+        with shiva.attach(model, method, cfg="none") as session, torch.no_grad():
+            output = model(**call)[0]
+            shares.append(session.summary().flops_share)
+            assert not torch.equal(output, dense)
+    assert shares[0] == pytest.approx(shares[1])
+    with shiva.attach(model, Oracle(half.changed({"budget": 1.0}), spec), cfg="none"), torch.no_grad():
+        assert torch.equal(model(**call)[0], dense)

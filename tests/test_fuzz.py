@@ -24,11 +24,12 @@ from typer.testing import CliRunner
 
 import shiva
 from fuzz import mutated, mutated_bytes
+from shiva.api import public_methods
 from shiva.cli import app
 from shiva.cli.terminal import TO_MEND
 from shiva.core.method import MethodConfig
 from shiva.core.options import REFUSALS
-from shiva.evaluate.candidates import public_methods, read_candidates
+from shiva.evaluate.candidates import read_candidates
 from shiva.ops.schedule import RatioSchedule
 from shiva.show.collect import collect
 from shiva.training.recipe import load_recipe

@@ -25,7 +25,7 @@ ON_PATTERNS = [
     (m, b)
     for m, row in METHODS.items()
     for b, tiny in PATTERNS.items()
-    if row.everywhere and (tiny.attention or not row.needs_attention)
+    if row.everywhere and (tiny.attention or not row.needs_attention) and b not in row.not_on
 ]
 SQUARE_ONLY = {"dit"}  # DiTTransformer2DModel itself only unpatchifies squares
 IN_FOURS_ONLY = {"qwen21"}  # its slots stand for four tokens
@@ -40,6 +40,13 @@ def output(model: nn.Module, call: dict[str, Any]) -> Tensor:
     with torch.no_grad():
         result = model(**call)[0]
         return torch.stack(result) if isinstance(result, list) else result
+
+
+def begin(model: nn.Module, tiny: Tiny, row: Row, *shape: int, change: Any = lambda call: call) -> None:
+    """The calls of a run, at noisier timesteps, after which the method reduces."""
+    noisier = 100.0 if backbone_of(model).rises else 900.0
+    for step in range(row.dense_calls):
+        output(model, change(tiny.call(*shape, timestep=noisier - step)))
 
 
 def block_outputs(model: Any, call: dict[str, Any]) -> list[Tensor]:
@@ -71,6 +78,7 @@ def test_switched_off_is_bit_identical_and_detach_leaves_no_trace(method: str, b
     session.detach()
 
     with shiva.attach(model, row.on):
+        begin(model, tiny, row, 2, 8, 8)
         assert not torch.equal(output(model, call), dense)
     assert torch.equal(output(model, call), dense)
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
@@ -81,6 +89,7 @@ def test_realised_counts_are_the_declared_ones_on_any_grid(method: str, backbone
     tiny, row = TABLE[backbone], METHODS[method]
     model, tokens = tiny.make(), tiny.frames * grid[0] * grid[1]
     with shiva.attach(model, row.on) as session:
+        begin(model, tiny, row, 2, *grid)
         result = output(model, tiny.call(2, *grid))
         assert result.isfinite().all()
         assert_declared_counts(session, row, tokens)
@@ -104,6 +113,7 @@ def test_half_precision_and_autocast_reduce_alike(method: str, backbone: str, au
     if not autocast:
         model, call = model.bfloat16(), halved(call)
     with shiva.attach(model, row.on) as session, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        begin(model, tiny, row, 2, 8, 8, change=(lambda call: call) if autocast else halved)
         result = output(model, call)
         assert result.dtype == torch.bfloat16
         assert result.isfinite().all()
@@ -130,9 +140,17 @@ def test_a_batch_of_different_samples_equals_single_runs(method: str, backbone: 
     model, call = tiny.make(), tiny.call(2, 8, 8)
     torch.manual_seed(0)
     with shiva.attach(model, row.on):
-        together = output(model, call)
-        singles = [output(model, sample(call, i)) for i in range(2)]
+        begin(model, tiny, row, 2, 8, 8)
+        together, singles = output(model, call), []
+        for i in range(2):
+            begin(model, tiny, row, 2, 8, 8, change=lambda call, i=i: sample(call, i))
+            singles.append(output(model, sample(call, i)))
     torch.testing.assert_close(together, torch.cat(singles), rtol=1e-4, atol=1e-5)
+
+
+def paired(call: dict[str, Any]) -> dict[str, Any]:
+    """Two guidance halves over the same latents."""
+    return {**call, "hidden_states": call["hidden_states"][:1].repeat(2, 1, 1, 1)}
 
 
 def policies(name: str) -> list[str]:
@@ -149,15 +167,19 @@ def policies(name: str) -> list[str]:
 def test_guidance_halves_and_branches_keep_the_same_tokens_under_a_joint_policy(method: str, policy: str) -> None:
     row = METHODS[method]
     config = row.on.changed({"guidance": policy})
-    model, call = BACKBONES["sd3"].make(), BACKBONES["sd3"].call(2, 8, 8)
-    call["hidden_states"] = call["hidden_states"][:1].repeat(2, 1, 1, 1)
+    model, call = BACKBONES["sd3"].make(), paired(BACKBONES["sd3"].call(2, 8, 8))
     with shiva.attach(model, config) as session, session.trace() as trace:
+        begin(model, BACKBONES["sd3"], row, 2, 8, 8, change=paired)
         output(model, call)
     assert trace.positions
     assert torch.equal(trace.masks(row=0), trace.masks(row=1))
     if "flux" in row.backbones:
         model, call = BACKBONES["flux"].make(), BACKBONES["flux"].call(1, 8, 8)
         with shiva.attach(model, config) as session, session.trace() as trace:
+            for step in range(row.dense_calls):
+                earlier = BACKBONES["flux"].call(1, 8, 8, timestep=900.0 - step)
+                for sign in (1, -1):
+                    output(model, {**earlier, "encoder_hidden_states": sign * earlier["encoder_hidden_states"]})
             output(model, call)
             first = trace.masks()
             output(model, {**call, "encoder_hidden_states": -call["encoder_hidden_states"]})

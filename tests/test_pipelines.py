@@ -309,3 +309,26 @@ def test_seconds_are_those_of_the_last_run(tmp_path: Path) -> None:
         assert session.summary().seconds["router"] > 1000
         tiny.image(pipe, steps=2)
         assert 0 < session.summary().seconds["router"] < 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PIPELINES)
+def test_torch_compile_before_and_after_attach(name: str) -> None:
+    """Through pipelines: their guidance, schedulers and weak references meet dynamo, not only a bare model's call."""
+    tiny = PIPELINES[name]
+    pipe = tiny.make()
+    pipe.set_progress_bar_config(disable=True)
+    transformer, sweep = pipe.transformer, shiva.Sweep(budget=0.7)
+    with shiva.attach(pipe, sweep):
+        expected = tiny.image(pipe, steps=2)
+    torch._dynamo.reset()
+    session = shiva.attach(pipe, sweep)
+    pipe.transformer = torch.compile(transformer, backend="eager")
+    torch.testing.assert_close(tiny.image(pipe, steps=2), expected, rtol=1e-3, atol=1e-3)
+    assert session.summary().flops_share < 0.95
+    shiva.detach(pipe)
+    session = shiva.attach(pipe, sweep)
+    torch.testing.assert_close(tiny.image(pipe, steps=2), expected, rtol=1e-3, atol=1e-3)
+    assert session.summary().flops_share < 0.95
+    session.detach()
+    torch._dynamo.reset()

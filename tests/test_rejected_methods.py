@@ -97,7 +97,8 @@ def test_auto_caches_from_so_many_steps_on(tmp_path: Path) -> None:
 
 
 def test_a_whole_step_cache_around_a_session_is_priced_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    from reproduce.claims.mag_cache import MagCached, magnitude_ratios
+    from reproduce.claims.mag_cache import MagCached
+    from shiva.evaluate.rivals import magnitude_ratios
 
     tiny = PIPELINES["sd3"]
     pipe = tiny.load(tmp_path)
@@ -106,7 +107,7 @@ def test_a_whole_step_cache_around_a_session_is_priced_and_leaves_nothing_behind
     assert len(ratios) == 6
     assert ratios[0] == 1.0
     for source in (shiva.Shiva(budget=1.0), shiva.Ranked(budget=0.6, score="random", fill="cached")):
-        with MagCached(source, ratios=ratios, threshold=10.0).attached(pipe) as session:
+        with MagCached(source, magnitudes=tuple(ratios), setting=10.0).attached(pipe) as session:
             tiny.image(pipe, steps=6)
             skipped = [not step.kept for step in session.stats]
             share = session.summary().flops_share

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image, ImageChops
 
-from browser import PHONE, become_a_phone, complaints, open_browser, requested
+from browser import PHONE, TOO_WIDE, UNNAMED, become_a_phone, complaints, open_browser, requested
 from shiva.cli.report import report
 from shiva.core.trace import Trace
 from shiva.show import figures
@@ -21,7 +21,7 @@ from shiva.show.collect import add
 from shiva.show.eval_page import figure_of
 from shiva.show.figures import Point, pareto_front
 from shiva.show.page import THUMBNAIL, Page
-from shiva.show.side_by_side import main_table
+from shiva.show.rows import chosen_rows, demo_rows
 from shiva.show.style import encode, family, plot
 
 REPOSITORY = Path(__file__).parent.parent
@@ -42,10 +42,10 @@ def test_spread_keeps_both_ends() -> None:
 @pytest.mark.parametrize(
     ("name", "title"),
     [
-        ("Shiva 60 cached", "Shiva"),
-        ("Sweep 60", "Shiva, untrained"),
+        ("Shiva 60 cached", "ours"),
+        ("Sweep 60", "ours"),
         ("fine-tuned", "dense"),
-        ("ToMeSD, FFN too", "other methods"),
+        ("ToMeSD, FFN too", "others"),
     ],
 )
 def test_methods_are_marked_by_their_family(name: str, title: str) -> None:
@@ -315,12 +315,43 @@ def test_without_matplotlib_the_page_says_so(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_the_demo_shows_dense_and_shiva_beside_the_baselines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
-    candidates, _ = main_table("recipes/eval/emoji.yaml")
+    _, rows, _ = chosen_rows("recipes/eval/emoji.yaml", every=False, steps=None)
+    candidates = {row.name: row for row in rows}
     assert next(iter(candidates)) == "dense"
     shiva = {f"Shiva {budget}" for budget in (90, 80, 70, 60)} | {"Sweep 60"}
     assert shiva <= candidates.keys()
     assert {"ToMeSD", "ToFu", "SDTM", "ToMA", "IBTM"} <= candidates.keys()
     assert {"NeuralSort", "SparseDiT", "DyDiT", "DiffCR"} <= candidates.keys()
+
+
+def test_the_demo_has_eight_rows_at_most_and_takes_the_larger_model_once_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("emoji", "emoji-128", "emoji-128-turbo"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        (tmp_path / "models" / name / "model_index.json").write_text("{}")
+    rows = demo_rows("emoji-128")
+    assert len(rows) <= 8
+    assert rows[-1].model == Path("models/emoji-128-turbo")
+    assert rows[-1].passes == 4
+    assert rows[3].candidate.checkpoint == "models/shiva-128/60"
+    base, found, left_out = chosen_rows(None, every=False, steps=8)
+    assert base == Path("models/emoji-128")
+    assert {row.name: row.steps for row in found} == {
+        "dense": 8,
+        "Sweep 40": 8,
+        "ToMeSD": 8,
+        "fewer steps: 10": 5,
+        "turbo in 4 steps": 2,
+    }
+    assert [line.partition(" is not here")[0] for line in left_out] == [
+        "Shiva 80: models/shiva-128/80",
+        "Shiva 60: models/shiva-128/60",
+        "Lattice 60: models/lattice-128",
+    ]
+    with pytest.raises(FileNotFoundError, match="run shiva demo --all in a checkout"):
+        chosen_rows(None, every=True, steps=None)
 
 
 def visible(browser: Any) -> list[str]:
@@ -348,15 +379,35 @@ def test_a_browser_shows_one_prompt_at_a_time_and_asks_the_network_for_nothing(t
         images = browser.find_elements("tag name", "img")
         assert all(browser.execute_script("return arguments[0].naturalWidth > 0", image) for image in images)
         become_a_phone(browser)  # only tables and plots scroll sideways, each on its own
-        assert browser.execute_script("return document.documentElement.scrollWidth") <= PHONE
+        assert browser.execute_script(TOO_WIDE) <= PHONE
+        assert browser.execute_script(UNNAMED) == 0
         row, box = browser.find_element("css selector", "tbody th"), browser.find_element("css selector", ".wide")
         assert box.get_attribute("tabindex") == "0"
         browser.execute_script("arguments[0].scrollLeft = 999", row.find_element("xpath", "ancestor::div[1]"))
         assert 0 <= row.rect["x"] < PHONE / 2  # the method's name stays in sight
+        browser.execute_script("document.querySelectorAll('details').forEach(fold => { fold.open = true; })")
+        assert browser.execute_script(TOO_WIDE) <= PHONE
         plots = browser.find_elements("css selector", ".plot img")
         assert all(plot.size["width"] > 600 for plot in plots)
         assert complaints(browser) == []
         assert requested(browser) == [output.as_uri()]
+
+
+@pytest.mark.slow
+def test_the_report_of_all_results_is_a_summary_and_folds(tmp_path: Path) -> None:
+    output = tmp_path / "page.html"
+    report([REPOSITORY / "results"], output)
+    with open_browser() as browser:
+        browser.get(output.as_uri())
+        assert browser.execute_script("return document.documentElement.scrollHeight") < 12_000
+        shown = browser.find_element("tag name", "body").text
+        for word in ("what was measured", "what is saved, and what is lost", "Sweep 60", "the paper's claims"):
+            assert word in shown
+        assert "One step of sd3-medium" not in shown
+        browser.get(f"{output.as_uri()}#speed")
+        assert "One step of sd3-medium" in browser.find_element("tag name", "body").text
+        assert browser.execute_script(UNNAMED) == 0
+        assert complaints(browser) == []
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import urllib.error
 import urllib.request
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,11 @@ import torch
 from PIL import Image, ImageChops
 from typer.testing import CliRunner
 
-from browser import PATIENCE, complaints, installed, open_browser, requested
+from browser import PATIENCE, PHONE, TOO_WIDE, UNNAMED, become_a_phone, complaints, installed, open_browser, requested
 from shiva.cli import app
-from shiva.evaluate.drawing import load_with_arguments
-from shiva.methods import Sweep
+from shiva.evaluate.drawing import Outcome, load_with_arguments
 from shiva.show import server
-from shiva.show.studio import LONGEST_PROMPT, Drawn, Request, Studio
+from shiva.show.studio import LONGEST_PROMPT, Drawn, Request, Studio, Way, ways_for
 
 EMOJI = Path(__file__).parent.parent / "models" / "emoji"
 
@@ -30,7 +30,7 @@ def studio() -> Studio:
     torch.set_num_threads(1)
     pipe, arguments = load_with_arguments(EMOJI)
     assert arguments == {"max_sequence_length": 0}
-    return Studio(pipe, **arguments)
+    return Studio(pipe, ways_for(str(EMOJI)), **arguments)
 
 
 @pytest.mark.slow
@@ -38,10 +38,10 @@ def test_budget_one_is_the_dense_image_and_less_is_what_was_planned(studio: Stud
     whole = studio.draw(Request("red apple", 3, 4, 1.0))
     assert ImageChops.difference(whole.dense, whole.reduced).getbbox() is None
     assert whole.psnr == float("inf")
-    assert whole.flops == studio.plan(1.0, 4).flops == 1.0
+    assert whole.flops == planned(studio, 1.0, 4).flops == 1.0
     assert whole.masks.all()
 
-    part, plan = studio.draw(Request("red apple", 3, 4, 0.6)), studio.plan(0.6, 4)
+    part, plan = studio.draw(Request("red apple", 3, 4, 0.6)), planned(studio, 0.6, 4)
     assert part.dense is whole.dense  # remembered: dragging the budget draws one image
     assert (whole.remembered, part.remembered) == (False, True)
     assert " s when first drawn |" in server.figures_of(part)
@@ -52,24 +52,58 @@ def test_budget_one_is_the_dense_image_and_less_is_what_was_planned(studio: Stud
     assert part.flops < 0.75
 
 
+def planned(studio: Studio, budget: float, steps: int, way: str = "Sweep") -> Any:
+    return studio.plan(Request("any", 0, steps, budget, way))
+
+
 def test_the_plan_follows_the_budget_and_the_steps(studio: Studio) -> None:
-    shares = [studio.plan(budget, 8).flops for budget in (0.4, 0.6, 0.8, 1.0)]
+    shares = [planned(studio, budget, 8).flops for budget in (0.4, 0.6, 0.8, 1.0)]
     assert shares == sorted(shares)
-    assert studio.plan(0.5, 8).keep.shape == (8, studio.spec.layers)
-    assert studio.plan(0.5, 8).keep[:, 1:].mean() == pytest.approx(0.5, abs=0.01)
+    assert planned(studio, 0.5, 8).keep.shape == (8, studio.spec.layers)
+    assert planned(studio, 0.5, 8).keep[:, 1:].mean() == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.slow
+def test_every_method_of_the_menu_draws_for_less(studio: Studio) -> None:
+    assert list(studio.ways) == ["Sweep", "Shiva", "Lattice", "Fewer steps", "ToMeSD"]
+    assert studio.ways.keys() == server.MEANINGS.keys()
+    for way in studio.ways:
+        drawn = studio.draw(Request("red apple", 3, 4, 0.5, way))
+        assert drawn.flops < 0.85, way
+        assert len(drawn.masks) == (2 if way == "Fewer steps" else 4)
+        plan = planned(studio, 0.5, 4, way)
+        assert (plan is None) == (way == "ToMeSD")
+        assert plan is None or plan.flops == pytest.approx(drawn.flops, abs=0.05)
+    with pytest.raises(ValueError, match="'Faster' is not on the menu; choose one of Sweep, "):
+        studio.draw(Request("a", 0, 4, 0.5, "Faster"))
+
+
+def test_a_method_runs_before_it_is_timed(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[tuple[str, int]] = []
+
+    def noted(pipe: Any, prompts: Any, candidates: Any, *, steps: int, **how: Any) -> Any:
+        runs.extend((name, steps) for name in candidates)
+        return {name: Outcome([Image.new("RGB", (64, 64))], [1.0], None) for name in candidates}
+
+    monkeypatch.setattr("shiva.show.studio.generate", noted)
+    monkeypatch.setattr(studio, "_warm", set())
+    monkeypatch.setattr(studio, "_dense", OrderedDict())
+    for budget in (0.5, 0.7):
+        studio.draw(Request("a fox", 9, 8, budget))
+    assert runs == [("", 2), ("", 8), ("Sweep", 2), ("Sweep", 8), ("Sweep", 8)]
 
 
 REFUSED = [
     (("", 0, 4, 0.6), "the prompt is empty"),
     (("a" * (LONGEST_PROMPT + 1), 0, 4, 0.6), "301 characters"),
     (("a", -1, 4, 0.6), "seed -1 is outside"),
-    (("a", 0, 1000, 0.6), "steps 1000 is outside 4 to 50"),
-    (("a", 0, 4, 0.1), "budget 0.1 is outside 0.4 to 1.0"),
+    (("a", 0, 1000, 0.6), "steps 1000 is outside 1 to 50"),
+    (("a", 0, 4, 0.1), "share 0.1 is outside 0.3 to 1.0"),
     (("a", None, 4, 0.6), "seed None is none of the numbers"),
     (("a", 0, "many", 0.6), "steps 'many' is none of the numbers"),
     (("a", float("nan"), 4, 0.6), "seed nan is outside"),
     (("a", 0, float("inf"), 0.6), "steps inf is outside"),
-    (("a", 0, 4, float("nan")), "budget nan is outside"),
+    (("a", 0, 4, float("nan")), "share nan is outside"),
     (("a", 0, 4.5, 0.6), "steps 4.5 is no whole number"),
 ]
 
@@ -81,21 +115,23 @@ def test_what_is_out_of_bounds_is_refused(asked: tuple[Any, ...], message: str) 
 
 
 def test_a_method_without_a_budget_is_refused() -> None:
-    from shiva.methods import ToMeSD
+    from shiva.methods import SDTM
 
-    with pytest.raises(ValueError, match="ToMeSD has no budget to drag"):
-        Studio(None, ToMeSD())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="SDTM has no budget to drag"):
+        Way(SDTM())
+
+
+def test_a_turbo_opens_with_what_is_made_for_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert next(iter(ways_for(str(EMOJI)))) == "Sweep"
+    monkeypatch.setattr("shiva.show.studio.checkpoint_for", lambda model, folder: EMOJI.parent / "lattice")
+    assert next(iter(ways_for("models/emoji-128-turbo"))) == "Lattice"
+    assert next(iter(ways_for("elsewhere", str(EMOJI.parent / "shiva" / "60")))) == "Shiva"
 
 
 def test_without_gradio_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "gradio", None)
     with pytest.raises(ImportError, match=r"\.\[serve\]"):
         server.need_gradio()
-
-
-def test_a_studio_takes_another_shiva(studio: Studio) -> None:
-    assert isinstance(studio.source, Sweep)
-    assert studio.method(0.7).config.budget == 0.7
 
 
 def test_a_port_that_is_none_is_refused() -> None:
@@ -135,7 +171,7 @@ def test_requests_under_another_name_are_refused(bound: str, host: str, origin: 
 
 
 def test_every_route_refuses_names_and_numbers_that_are_not_ours(studio: Studio) -> None:
-    page = server.build(studio, "Shiva on emoji", "untrained", steps=4)
+    page = server.build(studio, "emoji", steps=4)
     address = launched(page)
     try:
         for path in ("", "gradio_api/info", "config"):
@@ -147,11 +183,11 @@ def test_every_route_refuses_names_and_numbers_that_are_not_ours(studio: Studio)
         drawn = Drawn(None, None, 1.0, False, 1.0, 1.0, 1.0, torch.ones(4, studio.spec.layers, 2, 2) > 0)
         for value in wrong:
             for name, given in (
-                ("preview", (value, 4)),
-                ("preview", (0.6, value)),
-                ("draw", ("a", value, 4, 0.6, 1, 1)),
-                ("draw", ("a", 0, 4, 0.6, value, 1)),
-                ("draw", ("a", 0, 4, 0.6, 1, value)),
+                ("preview", (value, 4, "Sweep")),
+                ("preview", (0.6, value, "Sweep")),
+                ("draw", ("a", value, 4, 0.6, "Sweep", 1, 1)),
+                ("draw", ("a", 0, 4, 0.6, "Sweep", value, 1)),
+                ("draw", ("a", 0, 4, 0.6, "Sweep", 1, value)),
                 ("mask", (drawn, value, 1)),
                 ("mask", (drawn, 1, value)),
             ):
@@ -168,13 +204,13 @@ def test_every_route_refuses_names_and_numbers_that_are_not_ours(studio: Studio)
 def test_two_people_at_once_see_their_own(studio: Studio) -> None:
     from gradio_client import Client
 
-    page = server.build(studio, "Shiva on emoji", "untrained", steps=4)
+    page = server.build(studio, "emoji", steps=4)
     address = launched(page)
     try:
         asked = {"red apple": 1.0, "a fox": 0.4}
         people = {prompt: Client(address, verbose=False) for prompt in asked}
         drawings = {
-            prompt: people[prompt].submit(prompt, 5, 4, budget, 3, 2, api_name="/draw")
+            prompt: people[prompt].submit(prompt, 5, 4, budget, "Sweep", 3, 2, api_name="/draw")
             for prompt, budget in asked.items()
         }
         for prompt, budget in asked.items():
@@ -184,13 +220,13 @@ def test_two_people_at_once_see_their_own(studio: Studio) -> None:
             assert same_image(reduced, server.enlarge(expected.reduced))
             assert ("identical" in told) == (budget == 1.0)
             _, share = people[prompt].predict(3, 2, api_name="/mask")
-            assert share == f"{expected.masks[2, 3].float().mean():.0%} of 256 tokens"
+            assert share.startswith(f"{expected.masks[2, 3].float().mean():.0%} of 256 tokens")
     finally:
         page.close()
 
 
 def test_a_newcomer_sees_the_table_however_many_drawings_wait(studio: Studio) -> None:
-    page = server.build(studio, "Shiva on emoji", "untrained", steps=4)
+    page = server.build(studio, "emoji", steps=4)
     queued = {function.api_name: function.queue for function in page.fns.values()}
     assert queued == {"draw": True, "preview": False, "mask": False}
 
@@ -247,7 +283,7 @@ def test_a_person_types_drags_and_sees_both_images_and_the_figures_change(studio
     from selenium.webdriver.support.ui import WebDriverWait
 
     installed()
-    page = server.build(studio, "Shiva on emoji", "untrained", steps=4)
+    page = server.build(studio, "emoji", steps=4)
     address = launched(page)
     try:
         assert address.startswith("http://127.0.0.1:")
@@ -262,12 +298,15 @@ def test_a_person_types_drags_and_sees_both_images_and_the_figures_change(studio
                 return (found[0].get_attribute("src") or "") if found else ""
 
             browser.get(address)
-            wait.until(lambda _: "of dense FLOPs" in text("planned") and source("table"))
+            wait.until(lambda _: "of the computation" in text("planned") and source("table"))
             planned = text("planned")
+            opening = source("dense"), source("reduced"), text("figures")
+            assert all(opening), "the page opens with a drawing"
+            assert "as fast" in opening[2]
 
             type_into(browser, "prompt", "birthday cake")
             browser.find_element("id", "draw").click()
-            wait.until(lambda _: "speed-up" in text("figures") and source("dense") and source("reduced"))
+            wait.until(lambda _: text("figures") != opening[2] and source("reduced") != opening[1])
             figures, reduced, dense = text("figures"), source("reduced"), source("dense")
             assert dense != reduced
             wait.until(lambda _: "of 256 tokens" in text("share") and source("overlay"))
@@ -279,16 +318,19 @@ def test_a_person_types_drags_and_sees_both_images_and_the_figures_change(studio
             drag(browser, "budget", 8)  # to 1.0: the table shifts, and the dense image comes out
             wait.until(lambda _: "identical" in text("figures"))
             wait.until(lambda _: text("planned") != planned)
-            assert "100.0% of dense" in text("figures")
+            assert "100%" in text("figures")
             assert text("figures") != figures
             assert source("reduced") != reduced
-            assert text("share") == "100% of 256 tokens" or wait.until(lambda _: "100% of 256" in text("share"))
+            wait.until(lambda _: "100% of 256" in text("share"))
 
             browser.find_element("css selector", "#prompt textarea").clear()
             type_into(browser, "prompt", " ")
             browser.find_element("id", "draw").click()
             wait.until(lambda _: "the prompt is empty" in browser.find_element("tag name", "body").text)
 
+            become_a_phone(browser)
+            assert browser.execute_script(TOO_WIDE) <= PHONE
+            assert browser.execute_script(UNNAMED) == 0
             assert [url for url in requested(browser) if not url.startswith(address)] == []
             assert complaints(browser) == []
     finally:

@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def family(folder: Path) -> SD3Family:
-    loaded = load_family(recipe_from(tiny_recipe(folder)).model, torch.device("cpu"), torch.float32)
+    loaded = load_family(recipe_from(tiny_recipe(folder)).model, torch.float32)
     assert isinstance(loaded, SD3Family)
     return loaded
 

@@ -1,6 +1,10 @@
 """Write the pipeline folder that StableDiffusion3Pipeline.from_pretrained loads, from whatever state there is.
 
-python -m recipes.emoji.assemble --out models/emoji
+    python -m recipes.emoji.assemble --out models/emoji
+    python -m recipes.emoji.assemble --out models/emoji-128 --name transformer-128 --shares models/emoji
+    python -m recipes.emoji.assemble --out models/emoji-128-turbo --name turbo --shares models/emoji --turbo
+
+With `--shares` only transformer and scheduler are written; all else are links to the folders of that pipeline.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ from recipes.emoji.placeholder import make_silent_encoder, make_silent_tokenizer
 
 SHIFT = 1.5
 """Of the noise levels at sampling; 256 tokens need little."""
+TERMINAL = 0.25
+"""Noise level at which the last step of the turbo begins."""
 LIMIT = 45_000_000
 MANIFEST = "manifest.json"
 
@@ -42,7 +48,9 @@ def load_transformer(path: Path) -> tuple[SD3Transformer2DModel, dict]:
     return model.eval(), clock
 
 
-def load_pipeline(state: Path, name: str = "transformer") -> tuple[StableDiffusion3Pipeline, dict]:
+def load_pipeline(
+    state: Path, name: str = "transformer", turbo: bool = False
+) -> tuple[StableDiffusion3Pipeline, dict]:
     """All components of the state folder in one stock pipeline, and the transformer's clock."""
     transformer, clock = load_transformer(state / f"{name}.safetensors")
     tokenizers = [CLIPTokenizer.from_pretrained(state / "tokenizer") for _ in range(2)]
@@ -51,7 +59,7 @@ def load_pipeline(state: Path, name: str = "transformer") -> tuple[StableDiffusi
     ]
     pipe = StableDiffusion3Pipeline(
         transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT, shift_terminal=TERMINAL if turbo else None),
         vae=AutoencoderKL.from_pretrained(state / "autoencoder"),
         text_encoder=towers[0],
         tokenizer=tokenizers[0],
@@ -98,27 +106,44 @@ def tidy_configs(folder: Path) -> None:
     By default transformers keeps the dtype that the config names, and half a pipeline in float16 fails on its first
     call. diffusers notes where a component was loaded from, which is nobody's business.
     """
-    for path in folder.glob("*/config.json"):
+    for path in (path for path in folder.glob("*/config.json") if not path.parent.is_symlink()):
         config = {key: value for key, value in json.loads(path.read_text()).items() if key != "_name_or_path"}
         write_json(path, {**config, "dtype": "float32"} if "dtype" in config else config)
 
 
-def assemble(state: Path, out: Path, name: str = "transformer") -> dict:
+OWN = ("transformer", "scheduler")
+"""What models of one family do not share."""
+
+
+def share(fresh: Path, other: Path) -> None:
+    """Put links to another pipeline's folders in the place of all that is the same there."""
+    if not other.is_dir():
+        raise FileNotFoundError(f"{other} is missing; restore it with `git checkout -- {other}`")
+    for folder in sorted(path for path in fresh.iterdir() if path.is_dir() and path.name not in OWN):
+        shutil.rmtree(folder)
+        folder.symlink_to(Path("..") / other.name / folder.name, target_is_directory=True)
+
+
+def assemble(
+    state: Path, out: Path, name: str = "transformer", shares: Path | None = None, turbo: bool = False
+) -> dict:
     """Build the folder beside `out`, then swap it in; files of ours that are no component (the card) stay."""
-    pipe, clock = load_pipeline(state, name)
+    pipe, clock = load_pipeline(state, name, turbo)
     fresh = out.with_name(out.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
     pipe.to(torch.float16).save_pretrained(fresh)
     if (state / "score").exists():
         score = ResNetForImageClassification.from_pretrained(state / "score")
         score.to(torch.float16).save_pretrained(fresh / "score")
+    if shares is not None:
+        share(fresh, shares)
     tidy_configs(fresh)
     size = sum(path.stat().st_size for path in fresh.rglob("*") if path.is_file())
     if size > LIMIT:
         raise ValueError(f"the pipeline has {size} bytes, more than {LIMIT}; make a tower or the transformer smaller")
     training = {key: clock[key] for key in ("step", "seconds", "images", "curve")}
     write_json(fresh / MANIFEST, {"bytes": size, "training": training, "files": checksums(fresh)})
-    for kept in out.glob("*.md"):
+    for kept in (*out.glob("*.md"), *out.glob("*.png")):
         shutil.copy2(kept, fresh / kept.name)
     if out.exists():
         shutil.rmtree(out)
@@ -131,8 +156,10 @@ def main() -> None:
     parser.add_argument("--state", help="folder of downloads and checkpoints")
     parser.add_argument("--name", default="transformer", help="name of the training run inside the state folder")
     parser.add_argument("--out", type=Path, default=Path("models/emoji"))
+    parser.add_argument("--shares", type=Path, help="link to this pipeline's towers and autoencoder")
+    parser.add_argument("--turbo", action="store_true", help="with the noise levels of a distilled model")
     options = parser.parse_args()
-    print(assemble(state_folder(options.state), options.out, options.name))
+    print(assemble(state_folder(options.state), options.out, options.name, options.shares, options.turbo))
     verify(options.out)
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +19,20 @@ library_name: diffusers
 pipeline_tag: text-to-image
 license: apache-2.0
 ---
-# Shiva's embedded emoji model
+# {title}
 
-A 4.7 M-parameter text-to-image Diffusion Transformer in a stock `StableDiffusion3Pipeline`, trained from nothing on
-a CPU. It exists so that token selection can be tried, tested and measured anywhere; it draws 64×64 emoji and
+A 4.7 M-parameter text-to-image Diffusion Transformer in a stock `StableDiffusion3Pipeline`, trained {origin} on
+a CPU. It exists so that token selection can be tried, tested and measured anywhere; it draws {side}×{side} emoji and
 nothing else.
 
 ```python
 from diffusers import StableDiffusion3Pipeline
 
-StableDiffusion3Pipeline.from_pretrained("models/emoji")("a slice of pizza").images[0]
+pipe = StableDiffusion3Pipeline.from_pretrained("models/{model}")
+pipe("a slice of pizza"{call}).images[0]
 ```
 
-`docs/emoji.md` says what the parts are, how they were made and what the scores mean.
+`docs/emoji.md` says what the parts are, how they were made and what the scores mean.{links}
 
 ## Data
 776 of 1 563 Fluent 3D emoji (Microsoft, MIT) with emojibase captions (MIT), 62 of them held out; see
@@ -40,21 +43,44 @@ The transformer: {hours:.1f} hours on one to two CPU cores, {steps} steps, {imag
 Weights are the EMA, stored as float16.
 
 ## Scores
-{steps_drawn} steps, guidance {guidance}, 16 text tokens; {date}.
+{steps_drawn} steps, guidance {guidance}, 16 text tokens; {drawn} training and {held_out} held-out labels; {date}.
 
 | | training labels | held-out labels | true pictures |
 |---|---|---|---|
 {table}
-
+{beside}
 Autoencoder PSNR: {psnr_train:.1f} dB on training labels, {psnr_held_out:.1f} dB on held-out labels.
 
 The text-image score is this project's own; Fréchet and kernel distances are on EfficientNet-Lite0 features. None of
-them compares with CLIP score or FID.
+them compares with CLIP score or FID, nor with a distance over another number of images.
 
 ## Limits
 It knows about {labels} pictures by heart and little else: unseen words give the picture of a near word, compositions
 ("a fox in a boat") do not work, and small details are blurred. Faces are cartoon emoji only.
 """
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What differs from card to card."""
+
+    title: str
+    origin: str
+    call: str = ""
+
+
+KINDS = {
+    "emoji": Kind("Shiva's embedded emoji model", "from nothing"),
+    "emoji-128": Kind("Shiva's embedded emoji model, 1024 tokens", "from `models/emoji`", ", guidance_scale=3"),
+    "emoji-128-turbo": Kind(
+        "Shiva's embedded turbo: four steps, no guidance",
+        "from `models/emoji-128` by distillation",
+        ", num_inference_steps=4, guidance_scale=0",
+    ),
+}
+LINKS = """
+
+Its towers and its autoencoder are links to those of `models/emoji`; `python -m recipes.emoji.assemble` makes them."""
 
 ROWS = (
     ("retrieval, top 1 of 1 563", "top1", "{:.1%}"),
@@ -70,11 +96,33 @@ def cell(scores: dict[str, Any], key: str, form: str) -> str:
     return form.format(scores[key]) if key in scores else "–"
 
 
-def render(scores: dict[str, Any], labels: int = 714) -> str:
-    columns = (scores["train"], scores["validation"], scores["train"]["real_images"])
+def compare(others: Sequence[dict[str, Any]]) -> str:
+    """A table of the same scores on training labels for other models and numbers of steps; nothing without any."""
+    if not others:
+        return ""
+    shown = ROWS[:2] + ROWS[3:4]
+    lines = ["", f"| training labels | {' | '.join(title for title, _, _ in shown)} |", f"|---|{'---|' * len(shown)}"]
+    for other in others:
+        cells = " | ".join(cell(other["train"], key, form) for _, key, form in shown)
+        lines.append(f"| {other['model']}, {other['steps']} steps, guidance {other['guidance']:g} | {cells} |")
+    return "\n".join([*lines, ""])
+
+
+def render(scores: dict[str, Any], others: Sequence[dict[str, Any]] = (), labels: int = 714) -> str:
+    model = scores.get("model", "emoji")
+    kind, columns = KINDS[model], (scores["train"], scores["validation"], scores["train"]["real_images"])
     lines = [f"| {title} | " + " | ".join(cell(c, key, form) for c in columns) + " |" for title, key, form in ROWS]
     training = scores["training"]
     return CARD.format(
+        model=model,
+        title=kind.title,
+        origin=kind.origin,
+        call=kind.call,
+        side=scores.get("size", [64])[0],
+        links="" if model == "emoji" else LINKS,
+        drawn=scores["train"]["images"],
+        held_out=scores["validation"]["images"],
+        beside=compare([scores, *others] if others else []),
         hours=training["seconds"] / 3600,
         steps=training["step"],
         images=training["images"],
@@ -93,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("models/emoji"))
     parser.add_argument("--scores", type=Path, default=Path("results/emoji/scores.json"))
+    parser.add_argument("--beside", type=Path, nargs="*", default=[], help="other scores to compare with")
     options = parser.parse_args()
     scores = json.loads(options.scores.read_text())
     stored = json.loads((options.model / "manifest.json").read_text())["training"]
@@ -101,7 +150,7 @@ def main() -> None:
             f"{options.scores} scores step {scores['training']['step']}, {options.model} holds step {stored['step']};"
             " run `python -m recipes.emoji.score` again"
         )
-    text = render(scores)
+    text = render(scores, [json.loads(path.read_text()) for path in options.beside])
     write_atomic(options.model / "README.md", lambda path: path.write_text(text))
 
 

@@ -63,18 +63,34 @@ def logit_normal(count: int, generator: torch.Generator, mean: float = 0.0, devi
 
 
 def flow_loss(model: SD3Transformer2DModel, clean: Tensor, noise: Tensor, sigma: Tensor, text: Text) -> Tensor:
-    """Mean squared error of the velocity of each of (B, C, 16, 16) latents: (B,)."""
+    """Mean squared error of the velocity of each of (B, C, S, S) latents: (B,)."""
     level = sigma.view(-1, 1, 1, 1)
     noisy = (1 - level) * clean + level * noise
-    velocity = model(noisy, text.hidden, text.pooled, sigma * 1000, return_dict=False)[0]
-    return (velocity - (noise - clean)).square().flatten(1).mean(1)
+    return (velocity(model, noisy, sigma, text) - (noise - clean)).square().flatten(1).mean(1)
 
 
-def scheduler_sigmas(steps: int, shift: float) -> Tensor:
-    """The stock scheduler's noise levels, from 1 to 0: (steps + 1,)."""
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+def scheduler_sigmas(steps: int, shift: float, terminal: float | None = None) -> Tensor:
+    """The stock scheduler's noise levels, from 1 to 0: (steps + 1,); `terminal` is where its last step begins."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift, shift_terminal=terminal)
     scheduler.set_timesteps(steps)
     return scheduler.sigmas
+
+
+def velocity(model: SD3Transformer2DModel, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
+    """What the model predicts for latents (B, C, S, S) at noise levels (B,)."""
+    return model(latents, text.hidden, text.pooled, sigma * 1000, return_dict=False)[0]
+
+
+def guided_velocity(
+    model: SD3Transformer2DModel, latents: Tensor, sigma: Tensor, text: Text, empty: Text, guidance: float
+) -> Tensor:
+    """The same under classifier-free guidance; `empty` is the empty prompt, (1, ...)."""
+    count = len(latents)
+    hidden = torch.cat([empty.hidden.expand(count, -1, -1), text.hidden])
+    pooled = torch.cat([empty.pooled.expand(count, -1), text.pooled])
+    both = velocity(model, torch.cat([latents, latents]), torch.cat([sigma, sigma]), Text(hidden, pooled))
+    unguided, guided = both.chunk(2)
+    return unguided + guidance * (guided - unguided)
 
 
 @torch.no_grad()
@@ -87,14 +103,9 @@ def sample(
     guidance: float = 3.0,
     shift: float = 1.5,
 ) -> Tensor:
-    """Latents (B, C, 16, 16) from noise; `empty` is the empty prompt, (1, ...)."""
-    count = len(noise)
-    hidden = torch.cat([empty.hidden.expand(count, -1, -1), text.hidden])
-    pooled = torch.cat([empty.pooled.expand(count, -1), text.pooled])
-    latents, sigmas = noise, scheduler_sigmas(steps, shift)
-    for now, following in pairwise(sigmas):
-        time = (now * 1000).expand(2 * count)
-        velocity = model(torch.cat([latents, latents]), hidden, pooled, time, return_dict=False)[0]
-        unguided, guided = velocity.chunk(2)
-        latents = latents + (following - now) * (unguided + guidance * (guided - unguided))
+    """Latents (B, C, S, S) from noise; `empty` is the empty prompt, (1, ...)."""
+    latents = noise
+    for now, following in pairwise(scheduler_sigmas(steps, shift)):
+        step = guided_velocity(model, latents, now.expand(len(noise)), text, empty, guidance)
+        latents = latents + (following - now) * step
     return latents

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from recipes.emoji.assemble import MANIFEST, load_transformer, verify
 from recipes.emoji.common import state_folder, write_atomic
 from recipes.emoji.optim import Optimizers
-from recipes.emoji.transformer import Clock, save_state
+from recipes.emoji.sitting import Clock, save_state
 
 FOLDERS = {
     "tokenizer": "tokenizer",

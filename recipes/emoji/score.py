@@ -1,6 +1,7 @@
 """Say how good the model is: images of training labels and of held-out labels, scored separately.
 
     python -m recipes.emoji.score --model models/emoji --out results/emoji
+    python -m recipes.emoji.score --model models/emoji-128-turbo --out results/emoji-128-turbo --steps 4 --guidance 0
 
 Only stock classes load the model. "Text-image score" is the cosine of this project's own towers; the Fréchet and
 kernel distances are on EfficientNet-Lite0 features: neither is CLIP score nor FID, nor comparable with them.
@@ -24,10 +25,11 @@ from torch import Tensor
 from transformers import ResNetForImageClassification
 
 from recipes.emoji.autoencoder import psnr
-from recipes.emoji.common import EmojiData, load_data, save_grid, state_folder, to_unit, write_json
+from recipes.emoji.common import EmojiData, load_data, parquet, save_grid, state_folder, to_unit, write_json
 from recipes.emoji.placeholder import load_without_t5
 from reproduce.metrics.distances import frechet_distance, kernel_distance, retrieval
-from reproduce.metrics.text import TextImageScore
+from reproduce.metrics.text import SIDE, TextImageScore
+from shiva.evaluate.metrics.base import resized
 
 
 def pick_labels(data: EmojiData, split: str, count: int) -> Tensor:
@@ -41,7 +43,7 @@ def pick_labels(data: EmojiData, split: str, count: int) -> Tensor:
 def generate(
     pipe: StableDiffusion3Pipeline, prompts: list[str], steps: int, guidance: float, batch: int = 16, seed: int = 0
 ) -> Tensor:
-    """(B, 3, 64, 64) in [-1, 1]; each prompt has its own seed, so batching changes nothing."""
+    """(B, 3, S, S) in [-1, 1]; each prompt has its own seed, so batching changes nothing."""
     images = []
     for start in range(0, len(prompts), batch):
         some = prompts[start : start + batch]
@@ -57,16 +59,22 @@ def generate(
     return torch.cat(images).float()
 
 
+def as_seen(images: Tensor) -> Tensor:
+    """Images in [-1, 1] at the size that the scoring tower was trained on."""
+    return resized(images / 2 + 0.5, (SIDE, SIDE)) * 2 - 1
+
+
 def score_images(
     images: Tensor, data: EmojiData, rows: Tensor, score: TextImageScore, features: Any
 ) -> dict[str, Any]:
     """All scores of one set of generated images; `features` is EfficientNetLite0, or None to leave it out."""
     real = to_unit(data.images[rows])
-    result: dict[str, Any] = {"images": len(rows), **retrieval(score(images), rows)}
-    result["real_images"] = retrieval(score(real), rows)
+    cosines = score(as_seen(images))
+    result: dict[str, Any] = {"images": len(rows), **retrieval(cosines, rows)}
+    result["real_images"] = retrieval(score(as_seen(real)), rows)
     groups = sorted({data.groups[row] for row in rows.tolist()})
     members = {g: torch.tensor([data.groups[row] == g for row in rows.tolist()]) for g in groups}
-    result["top5_by_group"] = {g: retrieval(score(images[m]), rows[m])["top5"] for g, m in members.items()}
+    result["top5_by_group"] = {g: retrieval(cosines[m], rows[m])["top5"] for g, m in members.items()}
     if features is not None:
         made, true = features(images), features(real)
         result["efficientnet_lite0_frechet_distance"] = frechet_distance(made, true)
@@ -100,10 +108,10 @@ def plot_curve(curve: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
     hours = np.array([entry["minutes"] for entry in curve]) / 60
-    named = (("loss", "training batches"), ("ema_train", "EMA, training labels"), ("ema_held_out", "EMA, held out"))
-    for key, title in named:
-        axes.plot(hours, [entry[key] for entry in curve], label=title)
-    axes.set(xlabel="hours of training, one to two cores", ylabel="flow-matching loss", title="The embedded model")
+    named = {"loss": "training batches", "ema_train": "EMA, training labels", "ema_held_out": "EMA, held out"}
+    for key in (key for key in named if key in curve[-1]):
+        axes.plot(hours, [entry[key] for entry in curve], label=named[key])
+    axes.set(xlabel="hours of training, one to two cores", ylabel="loss", title="The embedded model")
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -114,9 +122,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("models/emoji"))
     parser.add_argument("--out", type=Path, default=Path("results/emoji"))
+    parser.add_argument("--file", default="scores.json", help="of the scores, inside --out")
     parser.add_argument("--state", help="folder of checkpoints, for the training curve")
     parser.add_argument("--name", default="transformer", help="name of the training run inside the state folder")
-    parser.add_argument("--count", type=int, default=0, help="training labels to draw; 0: all")
+    parser.add_argument("--count", type=int, default=0, help="labels of each split to draw; 0: all")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -128,8 +137,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
-    data = load_data()
     pipe = load_without_t5(options.model)
+    data = load_data(parquet(pipe.transformer.config.sample_size * pipe.vae_scale_factor))
     vision = ResNetForImageClassification.from_pretrained(options.model / "score")
     score, features = TextImageScore(pipe, vision, data.labels), None
     if not options.no_features:
@@ -137,6 +146,8 @@ def main() -> None:
 
         features = EfficientNetLite0()
     result: dict[str, Any] = {
+        "model": options.model.name,
+        "size": [pipe.transformer.config.sample_size * pipe.vae_scale_factor] * 2,
         "training": json.loads((options.model / "manifest.json").read_text())["training"],
         "steps": options.steps,
         "guidance": options.guidance,
@@ -149,15 +160,16 @@ def main() -> None:
         "environment": environment(),
     }
     for split in ("train", "validation"):
-        rows, start = pick_labels(data, split, options.count if split == "train" else 0), time.monotonic()
+        rows, start = pick_labels(data, split, options.count), time.monotonic()
         prompts = [data.labels[row].lower() for row in rows.tolist()]
         images = generate(pipe, prompts, options.steps, options.guidance, seed=options.seed)
         seconds = (time.monotonic() - start) / len(rows)
         result[split] = {**score_images(images, data, rows, score, features), "seconds_per_image": seconds}
         shown = torch.cat([data.images[rows[:32]], ((images[:32] + 1) * 127.5).round().to(torch.uint8)])
-        save_grid(shown, options.out / f"{split}.png", columns=min(32, len(rows)))
+        stem = Path(options.file).stem.replace("scores", split)
+        save_grid(shown, options.out / f"{stem}.png", columns=min(32, len(rows)))
         print(split, json.dumps(result[split], indent=1), flush=True)
-    write_json(options.out / "scores.json", result)
+    write_json(options.out / options.file, result)
     curve_file = state_folder(options.state) / f"{options.name}-curve.json"
     if curve_file.exists():
         curve = json.loads(curve_file.read_text())["curve"]

@@ -8,13 +8,13 @@ from typing import Any
 
 from reproduce.bench.anatomy import STAGES
 from shiva.show.figures import title_of
-from shiva.show.style import OTHER, QUIET, SHIVA, colour, plot, save
+from shiva.show.style import OTHER, OURS, QUIET, colour, legend_beside, plot, save
 
 
 def draw_anatomy(document: dict[str, Any], path: Path) -> None:
     """The stages of the pruning path, as shares of the dense step."""
     dense, *rows = document["results"]["configurations"]
-    figure, (axis,) = plot(7, 0.5 * len(rows) + 1.6)
+    figure, (axis,) = plot(9, 0.5 * len(rows) + 1.6)
     left = [0.0] * len(rows)
     for stage, label in STAGES.items():
         widths = [100 * row["stages"].get(stage, 0.0) / dense["step"] for row in rows]
@@ -22,7 +22,7 @@ def draw_anatomy(document: dict[str, Any], path: Path) -> None:
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axis.invert_yaxis()
     axis.set(xlabel="% of the dense step", title=title_of(document))
-    axis.legend(frameon=False, ncols=4, fontsize=8)
+    legend_beside(axis)
     save(figure, path)
 
 
@@ -32,7 +32,7 @@ def draw_selector(document: dict[str, Any], path: Path) -> None:
     for row in document["results"]["operators"]:
         if not row["skipped"]:
             series[row["name"]].append(row)
-    figure, (time, memory) = plot(10, 4, panels=2)
+    figure, (time, memory) = plot(12, 4, panels=2)
     for name, rows in series.items():
         tokens = [row["tokens"] for row in rows]
         strong = {"linewidth": 2.5} if name == "Shiva" else {}
@@ -40,7 +40,7 @@ def draw_selector(document: dict[str, Any], path: Path) -> None:
         memory.loglog(tokens, [row["saved"] / 1e6 for row in rows], marker="o", label=name, **strong)
     time.set(xlabel="N", ylabel="backward, ms", title="time of the backward pass")
     memory.set(xlabel="N", ylabel="MB", title="kept for the backward pass")
-    time.legend(frameon=False, fontsize=8)
+    legend_beside(memory)
     save(figure, path)
 
 
@@ -68,7 +68,7 @@ def draw_compile(document: dict[str, Any], path: Path) -> None:
     axis.set_yticks(list(places), [row["name"] for row in rows])
     axis.invert_yaxis()
     axis.set(xlabel="seconds a step", title=title_of(document))
-    axis.legend(frameon=False)
+    legend_beside(axis)
     save(figure, path)
 
 
@@ -79,21 +79,20 @@ def draw_compose(document: dict[str, Any], path: Path) -> None:
 def draw_scale(document: dict[str, Any], path: Path) -> None:
     """The pruning path by N beside a line of slope one, and the roofline's images."""
     rows = [row for row in document["results"]["path"] if not row["skipped"]]
-    figure, (axis, roof) = plot(11, 4, panels=2)
+    figure, (axis, roof) = plot(13, 4, panels=2)
     tokens = [row["tokens"] for row in rows]
-    axis.loglog(tokens, [1e3 * row["seconds"] for row in rows], marker="o", color=SHIVA, label="measured")
+    axis.loglog(tokens, [1e3 * row["seconds"] for row in rows], marker="o", color=OURS, label="measured")
     linear = [1e3 * rows[0]["seconds"] * n / tokens[0] for n in tokens]
     axis.loglog(tokens, linear, color=QUIET, linestyle="--", label="linear")
     axis.set(xlabel="N", ylabel="ms a layer", title="the pruning path")
-    axis.legend(frameon=False)
+    legend_beside(axis)
     images = document["results"]["roofline"]
     names = [f"{row['device']}, {row['name']}" for row in images]
     roof.barh(names, [row["expected_ms"] / 1e3 for row in images], color=QUIET)
     roof.barh(names, [row["limit_ms"] / 1e3 for row in images], color=OTHER, height=0.5)
     marks = [(i, row["paper_ms"] / 1e3) for i, row in enumerate(images) if row["paper_ms"]]
-    roof.plot([x for _, x in marks], [i for i, _ in marks], "|", color=SHIVA, markersize=12, label="paper")
+    roof.plot([x for _, x in marks], [i for i, _ in marks], "|", color=OURS, markersize=12)
     roof.invert_yaxis()
     roof.tick_params(labelsize=7)
-    roof.set(xlabel="seconds an image: roofline (dark), expected (light)", title="counted for GPUs")
-    roof.legend(frameon=False)
+    roof.set(xlabel="seconds an image: roofline (dark), expected (pale), the paper's (mark)", title="counted for GPUs")
     save(figure, path)

@@ -22,7 +22,7 @@ from torch import Tensor
 from reproduce.claims import ON_THE_MODEL
 from shiva.bench.environment import environment
 from shiva.checkpoint import write_atomically
-from shiva.show.style import PALETTE
+from shiva.show.style import PALETTE, legend_beside
 
 Verdict = Literal["reproduced", "reproduced in direction", "not reproduced", "not in the paper"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -131,6 +131,11 @@ def keep(result: Result, folder: Path, seconds: float, quick: bool, command: str
         made["seconds"] = round(seconds, 1)
     record = {**asdict(result), **made}
     write_atomically(folder / f"{result.name}.json", (json.dumps(record, indent=1) + "\n").encode())
+    draw_figure(result, folder)
+
+
+def draw_figure(result: Result, folder: Path) -> None:
+    """<name>.png of a result that draws one; what is drawn is named beside the axes, never over the data."""
     draw = getattr(importlib.import_module(f"reproduce.claims.{result.name}"), "draw", None)
     try:
         import matplotlib
@@ -142,8 +147,9 @@ def keep(result: Result, folder: Path, seconds: float, quick: bool, command: str
     from matplotlib import pyplot
 
     with pyplot.rc_context({"axes.prop_cycle": pyplot.cycler(color=PALETTE), "font.size": 9}):
-        figure, axes = pyplot.subplots(figsize=(5, 3.2), layout="constrained")
+        figure, axes = pyplot.subplots(figsize=(7.5, 3.4), layout="constrained")
         draw(result, axes)
+        legend_beside(axes, 7)
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=110, metadata={"Software": None})
         pyplot.close(figure)

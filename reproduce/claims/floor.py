@@ -1,38 +1,48 @@
-"""Where no step can be spared: PSNR to the dense run of as many steps, over true FLOPs, beside fewer steps.
+"""What a skipped token gets x which are skipped x what is attended to: PSNR to the dense run of as many steps, over
+true FLOPs, beside fewer steps.
 
     python -m reproduce.claims.floor                                  # 4 and 8 steps of the embedded model
     python -m reproduce.claims.floor --steps 4 --budgets 0.6 0.4 --output outputs/floor
+    python -m reproduce.claims.floor --model models/emoji-128-turbo --name emoji-128-turbo --steps 4 --guidance 0
 
-Lattice is fitted on other prompts than those that are drawn, with nothing trained. FLOPs hold the fill's own.
+Lattice is fitted on other prompts than those that are drawn, with nothing trained. FLOPs hold the fill's own. The
+oracle computes all tokens to find those that its neighbours tell least of, and is shown at the FLOPs of a router that
+would know them: a bound.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import io
 import itertools
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 import shiva
 from reproduce.claims.common import ROOT, progress
 from shiva.bench.environment import environment
 from shiva.checkpoint import write_atomically
-from shiva.core.method import MethodConfig
+from shiva.core.context import StepContext
+from shiva.core.method import BackboneSpec, Method, Place, Run
+from shiva.core.reduction import Streams, flat_rows, gather, scatter
 from shiva.evaluate.candidates import fingerprint
 from shiva.evaluate.drawing import draw, load_with_arguments
 from shiva.evaluate.metrics.pixels import image_psnr
 from shiva.evaluate.prompts import read_prompts
 from shiva.fitting import Fitted, fit
+from shiva.methods.lattice import LatticeMethod
+from shiva.ops.topk import hard_topk
 from shiva.show.style import PALETTE
 
 LABELS = ROOT / "recipes" / "emoji" / "data" / "fluent-emoji-64.parquet"
@@ -40,16 +50,48 @@ FEWER = "fewer steps"
 BATCH = 8
 
 
-def series(budget: float) -> dict[str, MethodConfig]:
+Build = Callable[[BackboneSpec], Method]
+THIN = 0.25
+"""Share of the oracle's tokens that are a lattice, for cover."""
+
+
+class Oracle(LatticeMethod):
+    """Lattice attending to all, but of the tokens whose update the fill would miss most."""
+
+    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+        count = ctx.counts[site.layer]
+        if site.kind != "block" or count >= x.shape[1]:
+            return run(x, None)
+        out = run(x, None)
+        updates = out.image - base
+        drawn = self.scores(x, site, ctx)
+        cover = hard_topk(drawn, max(1, int(THIN * count)))
+        missed = (updates - self.told(updates, cover, x, site, ctx)).norm(dim=-1)
+        indices = hard_topk(missed.scatter(1, cover, 1e9), count)
+        rows = flat_rows(indices, x.shape[1])
+        filled = base + self.told(updates, indices, x, site, ctx)
+        return out._replace(image=scatter(gather(out.image, rows), filled, rows), ran=count)
+
+    def told(self, updates: Tensor, indices: Tensor, x: Tensor, site: Place, ctx: StepContext) -> Tensor:
+        """What the fill makes of the updates (B, N, D) of tokens at indices (B, k), for every token."""
+        fill = self.fill.from_selected(indices, x, x.new_zeros(x.shape[:2]), site.layer, ctx)
+        assert fill is not None
+        return fill(gather(updates, flat_rows(indices, x.shape[1])))
+
+
+def series(budget: float) -> dict[str, Build]:
     """What is compared at a share of tokens, by name."""
+    to_all = shiva.Lattice(budget=budget, attends="all")
     return {
-        "Lattice, attending to all": shiva.Lattice(budget=budget, attends="all"),
-        "Lattice": shiva.Lattice(budget=budget),
-        "Lattice, not fitted": shiva.Lattice(budget=budget, parts="neighbours"),
-        "Lattice, regression alone": shiva.Lattice(budget=budget, parts="lin"),
-        "random, same fill": shiva.Ranked(budget=budget, fill="shortcut"),
-        "random, identity": shiva.Ranked(budget=budget),
-        "Sweep": shiva.Sweep(budget=budget),
+        "Lattice, attending to all": to_all.build,
+        "oracle, attending to all": functools.partial(Oracle, to_all),
+        "Lattice": shiva.Lattice(budget=budget).build,
+        "Lattice, not fitted": shiva.Lattice(budget=budget, parts="neighbours").build,
+        "Lattice, regression alone": shiva.Lattice(budget=budget, parts="lin").build,
+        "lattice, identity": shiva.Lattice(budget=budget, parts="identity").build,
+        "random, same fill": shiva.Ranked(budget=budget, fill="shortcut").build,
+        "random, identity": shiva.Ranked(budget=budget).build,
+        "Sweep": shiva.Sweep(budget=budget).build,
     }
 
 
@@ -96,8 +138,8 @@ class Stage:
         how: dict[str, Any] = {"guidance": self.guidance, "rank": rank, "seed": self.seed + 1, "batch": BATCH}
         return fit(self.pipe, self.others, steps=steps, arguments=self.arguments, **how)
 
-    def measured(self, config: MethodConfig, weights: Fitted, steps: int, dense: Sequence[Any]) -> Point:
-        method: Any = config.build(weights.method.spec)
+    def measured(self, build: Build, weights: Fitted, steps: int, dense: Sequence[Any]) -> Point:
+        method: Any = build(weights.method.spec)
         if method.shortcut is not None:
             method.load_state_dict(weights.method.state_dict())
         with shiva.attach(self.pipe, method) as session:
@@ -112,8 +154,8 @@ def points(stage: Stage, weights: Fitted, steps: int, budgets: Sequence[float]) 
         psnr = list(map(image_psnr, stage.images(fewer), dense))
         found.append(Point(FEWER, steps, fewer, fewer / steps, psnr))
     for budget in progress(budgets, f"{steps} steps"):
-        for name, config in series(budget).items():
-            found.append(dataclasses.replace(stage.measured(config, weights, steps, dense), series=name))
+        for name, build in series(budget).items():
+            found.append(dataclasses.replace(stage.measured(build, weights, steps, dense), series=name))
     return found
 
 

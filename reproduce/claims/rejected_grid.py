@@ -19,7 +19,7 @@ from torch import Tensor
 
 import shiva
 from reproduce.claims.common import progress
-from reproduce.claims.mag_cache import MagCached, magnitude_ratios
+from reproduce.claims.mag_cache import MagCached
 from shiva.checkpoint import write_atomically
 from shiva.core.method import MethodConfig
 from shiva.evaluate.candidates import Candidate, fingerprint
@@ -27,6 +27,7 @@ from shiva.evaluate.drawing import Outcome, generate
 from shiva.evaluate.metrics import METRICS, Pictures, Subject, Tools, measure
 from shiva.evaluate.metrics.base import decode
 from shiva.evaluate.prompts import PromptSet
+from shiva.evaluate.rivals import magnitude_ratios
 
 MEASURED = ("psnr", "lpips", "text_image", "frechet")
 REJECTED: dict[str, dict[str, Any]] = {
@@ -258,14 +259,14 @@ def whole_step(ratios: Sequence[float], steps: int) -> list[Point]:
     """MagCache alone, which a session of keep 1 only watches, and around cached updates."""
     watched, threshold = shiva.Shiva(budget=1.0), THRESHOLDS[0]
     alone = [
-        Point(f"MagCache {threshold:g}", None, MagCached(watched, ratios=ratios, threshold=threshold), steps)
+        Point(f"MagCache {threshold:g}", None, MagCached(watched, magnitudes=tuple(ratios), setting=threshold), steps)
         for threshold in THRESHOLDS
     ]
     around = [
         Point(
             f"cached, attending to all, sweep, {keep:g} + MagCache {threshold:g}",
             None,
-            MagCached(shiva.Sweep(budget=keep), ratios=ratios, threshold=threshold),
+            MagCached(shiva.Sweep(budget=keep), magnitudes=tuple(ratios), setting=threshold),
             steps,
         )
         for keep in (0.8, 0.6)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import logging
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,16 @@ import torch
 from diffusers.hooks import HookRegistry
 from torch import nn
 
-from shiva.backbones.base import backbone_of
-from shiva.checkpoint import ShivaCheckpoint
+import shiva
+import shiva.methods  # each registers its config
+from shiva.backbones.base import Backbone, backbone_of
+from shiva.checkpoint import ShivaCheckpoint, may_be_hub_id
 from shiva.compat import HOOK, refuse_conflicts, transformer_of
 from shiva.core.method import Method, MethodConfig
 from shiva.cost import Summary
 from shiva.hooks import RootHook
 from shiva.methods import Sweep
+from shiva.methods.counts import DEFAULT
 from shiva.session import Session
 
 logger = logging.getLogger("shiva")
@@ -35,14 +41,20 @@ def attach(
 ) -> Session:
     """Make a pipeline (or bare transformer) run its blocks on fewer image tokens.
 
-    `method` is a trained checkpoint (path or hub id), or any method: its config, its class or its name ("sweep",
-    "tomesd"); without one it is Sweep, which needs no training. `overrides` change its options (`budget=0.6`, ...).
-    `cfg` says how classifier-free guidance is run: "batched" halves, "sequential" calls, "none", or "auto", which asks
-    the pipeline and looks. A session that is attached already is replaced. Returns the `Session`.
+        shiva.attach(pipe)                                   # Sweep, which needs no training
+        shiva.attach(pipe, "sweep", budget=0.4)              # any method: its name, its class or its config
+        shiva.attach(pipe, "path-or-hub-id", budget=0.6)     # a trained checkpoint
+
+    `overrides` change the method's options. `cfg` says how classifier-free guidance is run: "batched" halves,
+    "sequential" calls, "none", or "auto", which asks the pipeline and looks. A session that is attached already is
+    replaced. Returns the `Session`.
     """
     transformer = transformer_of(target)
     backbone = backbone_of(transformer)
     spec = backbone.spec(transformer)
+    if method is None:
+        method = default_for(backbone, transformer).changed(overrides)
+        logger.warning("no method was named: taking %s, which needs no training", method)
     chosen = resolve(method)
     built: Method
     checkpoint = chosen if isinstance(chosen, ShivaCheckpoint) else None
@@ -61,7 +73,7 @@ def attach(
             built = chosen
         previous = session_of(transformer)
         if previous is not None:
-            logger.warning("%r is replaced by %r", previous, built)
+            logger.warning("%s is replaced by %s", previous.method.config, built.config)
             previous.detach()
         refuse_conflicts(transformer)
         adapter = None if checkpoint is None else checkpoint.add_adapter(transformer)
@@ -79,22 +91,57 @@ def attach(
 
 def resolve(method: Any) -> ShivaCheckpoint | MethodConfig | Method:
     """What a user named: a checkpoint, a config, or a built method."""
-    if method is None:
-        logger.warning("no method was named: taking shiva.Sweep(), which needs no training; pass budget= to turn it")
-        return Sweep()
-    if isinstance(method, str):
-        named = {name.lower(): config for name, config in MethodConfig.known.items()}.get(method.lower())
-        if named is not None and not Path(method).is_dir():
+    if isinstance(method, str) and not Path(method).is_dir():
+        named = methods_by_name().get(plain(method))
+        if named is not None:
             return named()
+        if not may_be_hub_id(method) and os.sep not in method:
+            raise ValueError(unknown_method(method))
     if isinstance(method, (str, Path)):
         return ShivaCheckpoint.from_pretrained(method)
     if inspect.isclass(method) and issubclass(method, MethodConfig):
         return method()
     if isinstance(method, (ShivaCheckpoint, MethodConfig, Method)):
         return method
+    if isinstance(method, float):
+        raise ValueError(f"a budget goes by its name: shiva.attach(pipe, budget={method!r})")
     raise TypeError(
         f"cannot attach a {type(method).__name__}; pass a checkpoint path, a method's name, or a method's config"
     )
+
+
+def default_for(backbone: Backbone, transformer: nn.Module) -> Sweep:
+    """Sweep, which needs no training, as this transformer can run it.
+
+    In runs too short for cached updates its skipped tokens take a similar token's; where keys have no projection of
+    their own, tokens attend to those that run.
+    """
+    sites = backbone.sites(transformer)
+    keyed, blocks = ({site.layer for site in sites if site.kind == kind} for kind in ("keys", "block"))
+    return Sweep(budget=DEFAULT, fill="auto", attends="all" if blocks <= keyed else "selected")
+
+
+def public_methods() -> dict[str, type[MethodConfig]]:
+    """Methods by name, also those from outside; not the bases that ours share."""
+    known = MethodConfig.known.items()
+    return {name: cls for name, cls in known if name in shiva.__all__ or not cls.__module__.startswith("shiva.")}
+
+
+def methods_by_name() -> dict[str, type[MethodConfig]]:
+    return {plain(name): config for name, config in public_methods().items()}
+
+
+def plain(name: str) -> str:
+    """A method's name however it is written: ToMeSD, tomesd, soft-top-k."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def unknown_method(name: str) -> str:
+    """The error text for a name that is no method's."""
+    nearest = difflib.get_close_matches(plain(name), methods_by_name(), n=1)
+    known = methods_by_name()[nearest[0]].__name__ if nearest else ""
+    hint = f"did you mean {known!r}?" if nearest else f"methods are {', '.join(sorted(public_methods()))}"
+    return f"shiva has no method {name!r}; {hint} A checkpoint goes by its folder or hub id (owner/name)"
 
 
 def session_of(target: Any) -> Session | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,7 @@ def transformer_of(target: Any) -> nn.Module:
     """The transformer of a pipeline, or the module itself, without a torch.compile wrapper."""
     transformer = target if isinstance(target, nn.Module) else getattr(target, "transformer", None)
     if transformer is None:
-        raise ValueError(f"{type(target).__name__} has no transformer; pass a DiT pipeline or its transformer")
+        raise ValueError(f"{type(target).__name__} has no transformer; pass a DiT pipeline, as in shiva.attach(pipe)")
     return getattr(transformer, "_orig_mod", transformer)
 
 
@@ -140,9 +141,13 @@ def offloads(hook: Any) -> bool:
 
 @contextlib.contextmanager
 def offloading_off(transformer: nn.Module) -> Iterator[None]:
-    """Hooks that load weights silenced for a while: on the meta device there is nothing to load."""
+    """Hooks that load or gather weights silenced for a while: on the meta device there is nothing to load."""
     silenced: list[Any] = []
     replaced: list[tuple[Any, Any]] = []
+    gathering = [m for m in transformer.modules() if hasattr(m, "set_reshard_after_forward")]  # torch's FSDPModule
+    around = [(module, module._forward_pre_hooks, module._forward_hooks) for module in gathering]
+    for module in gathering:
+        module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
     for module in transformer.modules():
         if hasattr(module, ACCELERATE):
             replaced.append((module, module.forward))
@@ -159,6 +164,8 @@ def offloading_off(transformer: nn.Module) -> Iterator[None]:
             hook.fn_ref.pre_forward, hook.fn_ref.post_forward = hook.pre_forward, hook.post_forward
         for module, forward in replaced:
             module.forward = forward
+        for module, before, after in around:
+            module._forward_pre_hooks, module._forward_hooks = before, after
 
 
 @contextlib.contextmanager

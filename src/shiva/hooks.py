@@ -54,7 +54,9 @@ class RootHook(ModelHook):
         if session.enabled:
             return session._step(forward, args, kwargs)
         if session._recording is not None:
-            session.layout = session.backbone.layout(module, bind(session._names, args, kwargs))
+            call = bind(session._names, args, kwargs)
+            session._remember_shapes(call)
+            session._read_layout(call)
         return forward(*args, **kwargs)
 
 
@@ -118,7 +120,7 @@ class SiteHook(ModelHook):
 
         if self.leads and not ctx.reruns(site.name):
             ctx.held = self._hold(x, ctx)
-        if ctx.held is not None and site.kind == "block":
+        if ctx.held is not None and site.kind == "block" and self.reduces:
             streams = run(x if x.shape[1] < ctx.tokens else ctx.held.reduction.reduce(x), ctx.held.reduction)
             if self.ends:
                 streams = streams._replace(image=ctx.held.reduction.restore(streams.image, ctx.held.base))
@@ -135,7 +137,8 @@ class SiteHook(ModelHook):
     def _hold(self, x: Tensor, ctx: StepContext) -> Held | None:
         """The reduction of a method that acts on the whole model, from its first block's input x (B, N, D)."""
         method = self.session.method
-        reduction = method.reduction(x, replace(self.site, name="", kind="model"), ctx)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and method.training):
+            reduction = method.reduction(x, replace(self.site, name="", kind="model"), ctx)
         if reduction is not None and not ctx.blocks_adjoin:
             raise ValueError(
                 f"a ControlNet adds to all tokens between blocks, where {method} holds fewer; detach one of them"
@@ -211,23 +214,24 @@ class Hooks:
         blocks = [hook for hook in self._sites if hook.site.kind == "block"]
         model = "model" in method.sites
         for hook in self._sites:
-            hook.acts = not model and method.selects(hook.site)
-            hook.leads, hook.ends = model and hook is blocks[0], model and hook is blocks[-1]
+            hook.acts = method.selects(hook.site) and not (model and hook.site.kind == "block")
+            hook.leads, hook.ends = model and hook is blocks[method.leading], model and hook is blocks[-1]
         acting = [hook.site for hook in self._sites if hook.acts]
         whole = {site.layer for site in acting if site.kind == "block"}
         for hook in self._sites:
             inside = hook.site.kind == "keys" or (hook.site.kind != "block" and hook.site.layer in whole)
             hook.counts = hook.site.kind == "block" or (hook.acts and not inside)
-            hook.reduces = hook.counts and (hook.acts or model)
+            hook.reduces = hook.counts and (hook.acts or (model and hook.site.layer >= method.leading))
         if not acting and not model:
             raise ValueError(
                 f"{type(method).__name__} matches none of the {len(self._sites)} sites of "
                 f"{spec.name} ({spec.layers} layers); widen its layers or sites"
             )
-        for kind in sorted(method.requires - {"keys"} - {site.kind for site in acting}):
+        for kind in sorted(method.requires - {"keys", "model"} - {site.kind for site in acting}):
             raise ValueError(f"{method} needs to reduce the {kind} of a block, which {spec.name} does not offer apart")
         keyed = {hook.site.layer for hook in self._sites if hook.site.kind == "keys"}
-        keyless = [site.name for site in acting if site.kind == "block" and site.layer not in keyed]
+        whole_blocks = [hook.site for hook in blocks if hook.reduces]
+        keyless = [site.name for site in whole_blocks if site.layer not in keyed]
         if "keys" in method.requires and (keyless or not self.key_sites()):
             raise ValueError(
                 f"{method} needs separate projections to keys and values, which {spec.name} lacks here"

@@ -114,9 +114,14 @@ class Session:
     def __repr__(self) -> str:
         if not self.attached:
             return f"<detached session of {self.method}>"
-        ran = f", {len(self.stats)} calls in its last run" if self.stats else ", nothing has run yet"
         adapted = "" if self._adapter is None else ", its adapter in the weights"
-        return f"<{self.method.config} at work in {self.spec.name}{adapted}{ran}>"
+        sites = [site.name for site in self.hooks.reduced()]
+        kept = [(step.kept.get(name, 0), step.tokens) for step in self.stats for name in sites]
+        share = sum(count for count, _ in kept) / max(sum(tokens for _, tokens in kept), 1)
+        ran = "nothing has run yet"
+        if self.stats:
+            ran = f"{len(self.stats)} calls ran {share:.0%} of the tokens of the layers it reduces"
+        return f"<{self._turned or self.method.config} at work in {self.spec.name}{adapted}; {ran}>"
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise RuntimeError("a model with a Shiva session attached cannot be copied: detach(), copy, attach again")
@@ -235,6 +240,7 @@ class Session:
 
     # -- one transformer call ------------------------------------------------------------------------
 
+    @torch.compiler.disable(recursive=False)
     def _step(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = bind(self._names, args, kwargs)
         if self.backbone.is_extra(call):
@@ -246,8 +252,7 @@ class Session:
                 "load a pipeline for each thread, or take turns"
             )
         try:
-            self._remember_shapes(call)
-            self.ctx = ctx = self._context(call)
+            self.ctx = ctx = self._place(call)
             if self.runner is not None and ctx.trace is None:
                 output = self.runner(ctx, call)
             else:
@@ -258,6 +263,12 @@ class Session:
             return output
         finally:
             self._busy.release()
+
+    @torch.compiler.disable
+    def _place(self, call: Call) -> StepContext:
+        """Where a call stands, which is read on the host: a transformer that the user compiled has none of it."""
+        self._remember_shapes(call)
+        return self._context(call)
 
     def _remember_shapes(self, call: Call) -> None:
         """Keep a call for pricing, its shapes alone where they are enough; steps of a run have the same."""
@@ -278,14 +289,17 @@ class Session:
 
     def _end(self, output: Any, ctx: StepContext) -> Any:
         """The transformer's output, with the prediction that the method puts in its place."""
-        replaced = self.method.end_step(output[0], ctx)
-        if replaced is None:
+        given = output[0]
+        prediction = self.method.end_step(self.backbone.channels_second(given), ctx)
+        if prediction is None:
             return output
+        replaced = self.backbone.in_place_of(prediction, given)
         if isinstance(output, tuple):
             return (replaced, *output[1:])
         output[next(iter(output))] = replaced
         return output
 
+    @torch.compiler.disable
     def _close(self, ctx: StepContext) -> None:
         """Book what ran, and free what the run carried once it is over: the autoencoder needs the memory."""
         skipped = tuple(name for name in self.hooks.blocks if name not in ctx.ran)
@@ -307,6 +321,7 @@ class Session:
     def _context(self, call: Call) -> StepContext:
         self._priced = layout = self._read_layout(call)
         latents = self.backbone.latents_of(call)
+        seen = self.backbone.channels_second(latents)
         self._batch = latents.shape[0]
         timestep = read_timestep(self.backbone.timestep(call))
         schedule = getattr(getattr(self.pipeline, "scheduler", None), "timesteps", None)
@@ -327,7 +342,8 @@ class Session:
             step=run.step,
             first=run.first,
             steps=None if timesteps is None else len(timesteps),
-            channels=self.backbone.channels(latents),
+            latents=seen,
+            channels=seen.shape[-1 if seen.ndim == 3 else 1],
             guidance_pairs=run.paired,
             conditional_half=self.backbone.conditional_half,
             branch=run.branch,
@@ -340,8 +356,6 @@ class Session:
             trace=self._trace,
             clock=self._clock if latents.device.type == "cpu" else None,
         )
-        if self.method.needs_latents:
-            ctx.latents = latents
         self._move_method(latents.device)
         with ctx.phase("lookup"):
             ctx.counts = self.method.plan(ctx, timesteps)
@@ -392,8 +406,7 @@ class Session:
         Token counts are settled here, on the host. Inside, nothing depends on a value.
         """
         if ctx is None:
-            self._remember_shapes(call)
-            self.ctx = ctx = self._context(call)
+            self.ctx = ctx = self._place(call)
         return StepProgram(self, ctx)
 
     def original_forward(self) -> Callable[..., Any]:

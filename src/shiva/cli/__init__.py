@@ -9,6 +9,7 @@ from shiva.cli.bench import bench
 from shiva.cli.demo import demo
 from shiva.cli.eval import evaluate
 from shiva.cli.fit import fit
+from shiva.cli.frontier import frontier
 from shiva.cli.generate import generate
 from shiva.cli.models import models
 from shiva.cli.report import report
@@ -18,7 +19,7 @@ from shiva.cli.validate import validate
 from shiva.training.command import train
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (demo, generate, fit, models, train, validate, report, serve):
+for command in (demo, generate, frontier, fit, models, train, validate, report, serve):
     app.command()(command)
 app.command(name="eval")(evaluate)
 app.add_typer(bench, name="bench")

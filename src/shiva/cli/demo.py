@@ -11,16 +11,19 @@ from shiva.cli.terminal import check_folder
 
 
 def demo(
-    model: Annotated[Path, typer.Option(help="Folder of the embedded pipeline")] = Path("models/emoji"),
-    methods: Annotated[str, typer.Option(help="YAML file of candidates; those of its main table are shown")] = (
-        "recipes/eval/emoji.yaml"
-    ),
+    every: Annotated[bool, typer.Option("--all", help="Every method of the main table, not only eight rows")] = False,
+    methods: Annotated[
+        str | None, typer.Option(help="A YAML file of candidates; those of its main table are shown")
+    ] = None,
     output: Annotated[Path, typer.Option(help="Where images and page go")] = Path("outputs/demo"),
-    steps: Annotated[int, typer.Option(help="Denoising steps", min=3)] = 20,
-    guidance: Annotated[float, typer.Option(help="Guidance scale")] = 4.0,
+    steps: Annotated[int | None, typer.Option(help="Steps of the dense run; the model's own otherwise", min=2)] = None,
+    prompts: Annotated[int, typer.Option(help="So many of the eight prompts", min=1, max=8)] = 8,
     seed: Annotated[int, typer.Option(help="Seed of the noise", min=0)] = 0,
 ) -> None:
-    """Generate a grid of prompts dense and by every method, and show images, time and FLOPs side by side."""
+    """Draw eight prompts dense and by several methods on the embedded model, and show images, time and FLOPs.
+
+    The model is in a checkout (models/), or comes with `pip install shiva-dit-models`; nothing is downloaded.
+    """
     from shiva.show.side_by_side import make_demo
 
-    make_demo(model, methods, check_folder(output), steps, guidance, seed)
+    make_demo(methods, every, check_folder(output), steps, seed, prompts)

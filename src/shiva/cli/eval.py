@@ -39,6 +39,9 @@ def evaluate(
     ] = None,
     rounds: Annotated[int, typer.Option(min=0, help="Turns of the latency measurement; 0 for none")] = 5,
     probes: Annotated[int, typer.Option(min=1, help="Prompts on which FLOPs and one-step errors are measured")] = 4,
+    rivals: Annotated[
+        bool, typer.Option(help="main: also fewer steps at the methods' FLOPs, and the step caches of others")
+    ] = True,
     threads: Threads = None,
     device: Device = "cpu",
     dtype: Dtype = "float32",
@@ -111,6 +114,7 @@ def evaluate(
             rounds=rounds,
             probes=probes,
             target=flops,
+            rivals=rivals,
             paper={} if paper is None else paper.MAIN,
             progress=progress,
         )
@@ -141,6 +145,7 @@ def perform(evaluation: Evaluation, name: str, protocol: Protocol, console: Any,
 
     from shiva.bench.table import publish
     from shiva.evaluate.images import OtherImages
+    from shiva.show.frontier import draw_floor
 
     try:
         found = protocol(evaluation)
@@ -155,5 +160,6 @@ def perform(evaluation: Evaluation, name: str, protocol: Protocol, console: Any,
         settings = {**asdict(evaluation.settings), "seeds": list(evaluation.seeds)}
         settings |= {"prompts": evaluation.prompts.name, "count": len(evaluation.prompts)}
         file = f"{name}-{found.detail}" if found.detail else name
-        publish(file, evaluation.folder / "tables", found.tables, found.figures, settings, console=console)
+        figure = {"draw": draw_floor} if name == "floor" else {}
+        publish(file, evaluation.folder / "tables", found.tables, found.figures, settings, **figure, console=console)
     return True

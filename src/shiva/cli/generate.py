@@ -54,7 +54,7 @@ def generate(
     check_folder(output)
     config, console = candidate.source(), Console()
     if isinstance(config, MethodConfig):
-        console.print(str(config), markup=False, soft_wrap=True)
+        console.print(repr(config), markup=False, soft_wrap=True)
     pipe, arguments = drawing.load_with_arguments(model, dtype, device)
     asked = {"height": height, "width": width, "negative_prompt": negative}
     arguments |= drawing.accepted(pipe, {key: value for key, value in asked.items() if value is not None})

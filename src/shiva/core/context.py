@@ -107,6 +107,8 @@ class StepContext:
     """Index of the run's first step, above 0 where it starts from an image."""
     steps: int | None = None
     """Number of the scheduler's steps, where one is known."""
+    latents: Tensor | None = field(default=None, repr=False)
+    """What the model was given, noisy: (B, C, H, W), (B, C, F, H, W) or (B, N, C); None outside a call."""
     channels: int = 0
     """Channels of the latents; a model that also predicts their variance returns twice as many."""
     guidance_pairs: bool = False
@@ -125,8 +127,6 @@ class StepContext:
     """Nothing is added to the image tokens between two blocks (a ControlNet would)."""
     cost: Callable[[], CostModel] = field(default=unpriced, repr=False)
     """Prices of this call's layers, computed when asked for."""
-    latents: Tensor | None = field(default=None, repr=False)
-    """What the transformer was given to denoise, where the method asks for it."""
     frozen: bool = False
     """Reference tokens do not run in this call: attention sees the keys and values that they last had."""
     counts: tuple[int, ...] = ()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,12 +67,19 @@ class AttentionCounter(TorchFunctionMode):
         return result
 
 
-def count(call: Callable[[], Any]) -> Flops:
-    """FLOPs of what `call` runs; on meta or fake tensors nothing is computed."""
+@contextlib.contextmanager
+def counting() -> Iterator[Callable[[], Flops]]:
+    """Counts what runs inside this context; what it gives says how much it is so far."""
     counter = FlopCounterMode(display=False)
     with torch.inference_mode(False), torch.no_grad(), counter, AttentionCounter(counter) as attention:
+        yield lambda: Flops(counter.get_total_flops() - attention.counted, attention.flops)
+
+
+def count(call: Callable[[], Any]) -> Flops:
+    """FLOPs of what `call` runs; on meta or fake tensors nothing is computed."""
+    with counting() as so_far:
         call()
-    return Flops(counter.get_total_flops() - attention.counted, attention.flops)
+    return so_far()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ A transformer call meets a method at these places, in this order; a method overr
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar
@@ -109,6 +110,8 @@ class Method(nn.Module):
     """Whether every count of tokens is known before a step starts."""
     recordable: bool = False
     """Whether nothing is carried between steps, so that a recorded graph of a step can be replayed."""
+    leading: int = 0
+    """Blocks before the model site, which see all tokens, in a method that acts there."""
     whole_keys: bool = False
     """Whether tokens that are computed attend to all others, in the layers whose keys it selects."""
     fresh_keys: bool = False
@@ -119,8 +122,6 @@ class Method(nn.Module):
     """Whether `ctx.time_embedding` and `ctx.prompt` must be filled in."""
     needs_sigma: bool = False
     """Whether `ctx.sigma` must be filled in."""
-    needs_latents: bool = False
-    """Whether `ctx.latents` must be."""
 
     new_run: ClassVar[type] = type(None)
     """State that lives from step to step of one sampling run: a dataclass of the method's own."""
@@ -203,6 +204,13 @@ class MethodConfig:
     def __post_init__(self) -> None:
         """Hold the options to their annotations; a part with more to check calls this first."""
         options.conform(self)
+
+    def __str__(self) -> str:
+        """The call that makes it: its name, and the options that are not the default."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        given = [(field.name, getattr(self, field.name), field.default) for field in fields]
+        told = ", ".join(f"{name}={value!r}" for name, value, default in given if value != default)
+        return f"{type(self).__name__}({told})"
 
     def build(self, spec: BackboneSpec) -> Method:
         raise NotImplementedError

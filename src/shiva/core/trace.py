@@ -44,6 +44,8 @@ class Trace:
 
     def mask(self, step: int, layer: int, row: int = -1) -> Tensor:
         """Which tokens (rows, columns) of one sample a layer ran on; all of them where it ran dense."""
+        if not self.timesteps:
+            raise ValueError("nothing was run; call the pipeline inside `with session.trace() as trace:`")
         if step not in self.timesteps or not 0 <= layer < self.layers:
             raise ValueError(
                 f"step {step}, layer {layer} was not run; steps are {sorted(self.timesteps)}, layers 0 to "

@@ -6,44 +6,39 @@ import contextlib
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import shiva
-import shiva.methods  # each registers its config
-from shiva.api import attach
+from shiva.api import attach, methods_by_name, plain, unknown_method
 from shiva.checkpoint import CONFIG_FILE, ShivaCheckpoint
 from shiva.core import options
 from shiva.core.method import MethodConfig
 from shiva.core.needs import install
 from shiva.core.options import Count, NotNegative, Whole, build, conform
 from shiva.evaluate.int8 import quantized
+from shiva.evaluate.rivals import CacheName, Solver, caching, solving, wraps_blocks
 from shiva.ops.schedule import RatioSchedule
 from shiva.session import Session
 
 DENSE = "dense"
 
 
-def public_methods() -> dict[str, type[MethodConfig]]:
-    """Methods by name, also those from outside; not the bases that ours share."""
-    known = MethodConfig.known.items()
-    return {name: cls for name, cls in known if name in shiva.__all__ or not cls.__module__.startswith("shiva.")}
-
-
 def method_named(name: str) -> type[MethodConfig]:
     """A method's config class by its name in any case."""
-    known = public_methods()
-    same = {key.lower(): key for key in known}.get(name.lower(), name)
-    if same not in known:
-        raise ValueError(options.unknown_key(name, known, "shiva").replace("no option", "no method"))
-    return known[same]
+    found = methods_by_name().get(plain(name))
+    if found is None:
+        raise ValueError(unknown_method(name))
+    return found
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method with its options, or a trained checkpoint; neither is the dense pipeline."""
+    """A method with its options, or a trained checkpoint; neither is the dense pipeline.
+
+    Any of them may take fewer steps, another solver, or a step cache.
+    """
 
     method: str | MethodConfig | None = None
     """Name of a method, such as ToMeSD, or its config."""
@@ -57,6 +52,14 @@ class Candidate:
     """Shiva: one ratio everywhere instead of the learned table."""
     int8: Whole = 0
     """Quantize the feed-forward layers of so many blocks, counted from the last, to INT8."""
+    steps: Count | None = None
+    """Its own number of denoising steps; the run's otherwise."""
+    solver: Solver = "own"
+    """own, the pipeline's scheduler; even, the same with noise levels evenly spaced; multistep, of second order."""
+    cache: CacheName | None = None
+    """A step cache: MagCache, FirstBlockCache or TaylorSeer of diffusers, DBCache of cache-dit."""
+    setting: NotNegative | None = None
+    """The cache's threshold, or TaylorSeer's interval; its default otherwise."""
     train: str = ""
     """How to make the checkpoint, for whoever has none."""
     paper: str = ""
@@ -70,8 +73,14 @@ class Candidate:
             method_named(self.method)
 
     @property
-    def is_dense(self) -> bool:
-        return self.method is None and self.checkpoint is None
+    def is_rival(self) -> bool:
+        """Whether its steps are not those of the dense run, one by one, so that only whole runs compare."""
+        return self.steps is not None or self.solver != "own" or self.cache is not None
+
+    @property
+    def only_steps(self) -> bool:
+        """Whether it is the dense pipeline but for its number of steps."""
+        return self == Candidate(steps=self.steps) and self.steps is not None
 
     def source(self) -> MethodConfig | ShivaCheckpoint | None:
         """What to attach; an error says which checkpoint is missing, and how to train it."""
@@ -99,9 +108,10 @@ class Candidate:
 
     def config(self) -> dict[str, Any]:
         """All that decides its images, resolved; two equal ones make equal images."""
-        source = self.source()
+        source, names = self.source(), ("steps", "solver", "cache", "setting")
+        rival = {name: getattr(self, name) for name in names} if self.is_rival else {}
         if source is None:
-            return {"method": None, "int8": self.int8}
+            return {"method": None, "int8": self.int8, **rival}
         trained = isinstance(source, ShivaCheckpoint)
         config = source.method_config.changed(self.options) if isinstance(source, ShivaCheckpoint) else source
         return {
@@ -110,11 +120,25 @@ class Candidate:
             "weights": fingerprint(Path(self.folder())) if trained else None,
             "flat": self.flat,
             "int8": self.int8,
+            **rival,
         }
 
     @contextlib.contextmanager
-    def attached(self, pipe: Any) -> Iterator[Session | None]:
-        """The pipeline under this candidate; as it was before, afterwards."""
+    def attached(self, pipe: Any, ratios: Callable[[], Sequence[float]] | None = None) -> Iterator[Session | None]:
+        """The pipeline under this candidate; as it was before, afterwards. `ratios` measures MagCache's, dense."""
+        with solving(pipe, self.solver):
+            measured = (ratios or no_ratios)() if self.cache == "MagCache" else ()
+            cache = caching(pipe, self.cache, self.setting, measured) if self.cache else contextlib.nullcontext()
+            with contextlib.ExitStack() as stack:
+                if wraps_blocks(self.cache):
+                    stack.enter_context(cache)
+                session = stack.enter_context(self._pruned(pipe))
+                if not wraps_blocks(self.cache):
+                    stack.enter_context(cache)
+                yield session
+
+    @contextlib.contextmanager
+    def _pruned(self, pipe: Any) -> Iterator[Session | None]:
         source = self.source()
         if source is None:
             with quantized(pipe, self.int8):
@@ -125,6 +149,10 @@ class Candidate:
             if self.flat:
                 flatten(session)
             yield session
+
+
+def no_ratios() -> Sequence[float]:
+    raise ValueError("MagCache needs its magnitudes measured, as an evaluation does; run it by `shiva eval`")
 
 
 def flatten(session: Session) -> None:

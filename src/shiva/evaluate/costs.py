@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,13 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shiva.api import attach
 from shiva.backbones.base import bind, parameter_names
 from shiva.bench.environment import environment
 from shiva.bench.latency import Timing, interleave
 from shiva.checkpoint import write_atomically
-from shiva.core.cost import Flops
+from shiva.core.cost import Flops, counting
+from shiva.cost import total
 from shiva.evaluate.candidates import Candidate, slug
 from shiva.evaluate.images import Run
 from shiva.methods import Shiva
@@ -37,9 +41,9 @@ class Cost:
     share: float
     """True FLOPs as a share of dense."""
     share_paper: float
-    one_step_mse: float
-    """Squared distance of the prediction to dense at the same noisy latents, over all steps."""
-    one_step_cosine: float
+    one_step_mse: float | None
+    """Squared distance of the prediction to dense at the same noisy latents, over all steps; None for whole runs."""
+    one_step_cosine: float | None
 
 
 @dataclass
@@ -97,6 +101,60 @@ def replay(run: Run, candidate: Candidate, recording: Recording) -> Cost:
     )
 
 
+@dataclass(frozen=True)
+class Spent:
+    """Of one call of the pipeline, from noise to latents."""
+
+    flops: Flops
+    """True ones of the transformer, a method's own included."""
+    memory: int
+    """Most bytes at once, beyond what was held before."""
+
+
+def spend(run: Run, name: str) -> Spent:
+    """One prompt under a candidate, counted and weighed as it runs, whoever stands around the transformer."""
+    pipe, steps = run.pipe(), run.steps(run.candidates[name])
+    calls: list[Flops] = []
+    with run.attached(name), counting() as so_far, Weighed() as memory:
+        before = pipe.transformer.register_forward_pre_hook(lambda *call: calls.append(so_far().scaled(-1)))
+        after = pipe.transformer.register_forward_hook(lambda *call: calls.append(so_far()))
+        try:
+            run.draw(pipe, 0, [0], steps, output_type="latent")
+        finally:
+            before.remove()
+            after.remove()
+    return Spent(total(calls), memory.peak)
+
+
+class Weighed(TorchDispatchMode):
+    """Counts the bytes of tensors made inside this context, as long as each lives; `peak` is their most at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and not leaf.is_meta and leaf.untyped_storage()._cdata not in given:
+                self._hold(leaf.untyped_storage())
+        return output
+
+    def _hold(self, storage: Any) -> None:
+        place, size = storage._cdata, storage.nbytes()
+        if place not in self._known:
+            self._known.add(place)
+            self.held += size
+            self.peak = max(self.peak, self.held)
+            weakref.finalize(storage, self._let_go, place, size)
+
+    def _let_go(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self.held -= size
+
+
 class Prices:
     """Costs of a run's candidates, kept beside its images."""
 
@@ -118,9 +176,28 @@ class Prices:
         known = read_cache(path, key)
         if known is not None:
             return Cost(**known)
-        cost = replay(self.run, self.run.candidates[name], self.recording)
+        candidate = self.run.candidates[name]
+        cost = self._whole(name) if candidate.is_rival else replay(self.run, candidate, self.recording)
         write_cache(path, key, asdict(cost))
         return cost
+
+    def _whole(self, name: str) -> Cost:
+        """Of a candidate whose steps are not dense's: what its run spends, shared out over dense's steps."""
+        calls = len(self.recording.calls) / len(self.indices)
+        flops, dense = self.spent(name).flops.scaled(1 / calls), self.recording.dense
+        share, share_paper = flops.true / dense.true, flops.paper / dense.paper
+        return Cost(flops.true / 1e9, flops.paper / 1e9, share, share_paper, None, None)
+
+    def spent(self, name: str) -> Spent:
+        """What one call of the pipeline takes, measured once."""
+        key = self.run.key(name)
+        path = self.run.folder / "scores" / slug(name) / "spent.json"
+        known = read_cache(path, key)
+        if known is not None:
+            return Spent(Flops(**known["flops"]), known["memory"])
+        spent = spend(self.run, name)
+        write_cache(path, key, asdict(spent))
+        return spent
 
     def share(self, candidate: Candidate) -> float:
         """True FLOPs as a share of dense, of a candidate that is being looked for."""
@@ -152,29 +229,35 @@ def latency(
     device: str,
     progress: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Latency]:
-    """Time of an image of each candidate, all in turns in one go; on a busy machine only their ratios mean much."""
-    key = f"{[(name, run.key(name)) for name in names]} {rounds} {machine(torch.device(device))}"
+    """Time of an image of each candidate, all in turns; on a busy machine only their ratios mean much.
+
+    Finished rounds are kept: a run that was killed goes on with the next.
+    """
+    key = f"{[(name, run.key(name)) for name in names]} {machine(torch.device(device))}"
     path = run.folder / "scores" / "seconds.json"
-    known = read_cache(path, key)
-    if known is None:
-        timings = in_turns(run, names, rounds, progress)
-        known = {name: {"median": t.median, "spread": t.spread * t.median} for name, t in timings.items()}
-        write_cache(path, key, known)
-    return {name: Latency(**seconds) for name, seconds in known.items()}
+    found: list[dict[str, float]] = read_cache(path, key) or []
+    while len(found) < rounds:
+        timings = in_turns(run, names, progress)
+        found.append({name: timing.median for name, timing in timings.items()})
+        write_cache(path, key, found)
+    each = {name: Timing([seconds[name] for seconds in found]) for name in names}
+    return {name: Latency(timing.median, timing.spread * timing.median) for name, timing in each.items()}
 
 
-def in_turns(run: Run, names: Sequence[str], rounds: int, progress: Callable[[str], None]) -> dict[str, Timing]:
-    """Each candidate has the one pipeline to itself while its turn lasts: adapters are folded into its weights."""
+def in_turns(run: Run, names: Sequence[str], progress: Callable[[str], None]) -> dict[str, Timing]:
+    """A round. Each candidate has the one pipeline to itself while its turn lasts: adapters are in its weights."""
     pipe = run.pipe()
     with contextlib.ExitStack() as turn:
 
         def prepare(name: str) -> Callable[[], Any]:
             turn.close()
-            turn.enter_context(run.candidates[name].attached(pipe))
-            run.draw(pipe, 0, [0])  # what a session prepares once is no part of an image
-            return functools.partial(run.draw, pipe, 0, [0])
+            turn.enter_context(run.attached(name))
+            image = functools.partial(run.draw, pipe, 0, [0], run.steps(run.candidates[name]))
+            image()  # what a session prepares once is no part of an image
+            return image
 
-        return interleave({name: functools.partial(prepare, name) for name in names}, rounds, progress=progress)
+        calls = {name: functools.partial(prepare, name) for name in names}
+        return interleave(calls, rounds=1, warmup=0, progress=progress)
 
 
 def read_cache(path: Path, key: str) -> Any:

@@ -48,6 +48,8 @@ class Evaluation:
     """Prompts on whose dense runs FLOPs and one-step errors are measured."""
     target: float | None = None
     """Share of dense FLOPs that `matched` aims at; None takes its first candidate's."""
+    rivals: bool = False
+    """Whether the main table also has fewer steps at the FLOPs of its methods, and the step caches."""
     paper: Mapping[str, Any] = field(default_factory=dict)
     """Rows of the paper's main table, with `saved` and `speedup`, by their names."""
     progress: Callable[[str], None] = lambda text: None

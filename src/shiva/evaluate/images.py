@@ -8,10 +8,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,12 @@ from shiva.evaluate.drawing import draw
 from shiva.evaluate.metrics import Pictures
 from shiva.evaluate.metrics.base import decode
 from shiva.evaluate.prompts import PromptSet
+from shiva.evaluate.rivals import magnitude_ratios
 from shiva.evaluate.workers import Workers
+from shiva.session import Session
+
+CALIBRATION = 2**31 - 1
+"""The seed of the run on which a cache is calibrated."""
 
 
 class OtherImages(ValueError):
@@ -74,6 +80,7 @@ class Run:
         self.candidates = dict(candidates)
         self.skipped: dict[str, str] = {}
         self._configs: dict[str, dict[str, Any]] = {}
+        self._ratios: dict[tuple[int, str], list[float]] = {}
 
     # -- what is there -------------------------------------------------------------------------------
 
@@ -189,12 +196,31 @@ class Run:
 
     # -- generating ----------------------------------------------------------------------------------
 
-    def draw(self, pipe: Any, seed: int, indices: Sequence[int], **more: Any) -> Any:
+    @contextlib.contextmanager
+    def attached(self, name: str) -> Iterator[Session | None]:
+        """The pipeline under a candidate."""
+        candidate = self.candidates[name]
+        with candidate.attached(self.pipe(), functools.partial(self._magnitudes, candidate)) as session:
+            yield session
+
+    def _magnitudes(self, candidate: Candidate) -> list[float]:
+        """MagCache's ratios at a candidate's steps, measured once on noise that no image begins with."""
+        steps, pipe = self.steps(candidate), self.pipe()
+        if (steps, candidate.solver) not in self._ratios:
+            with magnitude_ratios(pipe.transformer) as ratios:
+                self.draw(pipe, CALIBRATION, [0], steps, output_type="latent")
+            self._ratios[steps, candidate.solver] = ratios
+        return self._ratios[steps, candidate.solver]
+
+    def steps(self, candidate: Candidate) -> int:
+        return candidate.steps or self.settings.steps
+
+    def draw(self, pipe: Any, seed: int, indices: Sequence[int], steps: int | None = None, **more: Any) -> Any:
         """One call of the pipeline, as every image of the run is made."""
         settings, texts = self.settings, [self.prompts.prompts[index].text for index in indices]
         size = {"height": settings.height, "width": settings.width}
         how = {**size, **settings.arguments, **more}
-        return draw(pipe, texts, seed, indices, settings.steps, settings.guidance, **how)
+        return draw(pipe, texts, seed, indices, steps or settings.steps, settings.guidance, **how)
 
     def complete(
         self,
@@ -217,7 +243,7 @@ class Run:
         for name in dict.fromkeys(chunk.name for chunk in mine):
             chunks = [chunk for chunk in mine if chunk.name == name]
             try:
-                with self.candidates[name].attached(self.pipe()):
+                with self.attached(name):
                     for chunk in chunks:
                         self._make(chunk)
                         done += len(chunk.indices)
@@ -234,7 +260,9 @@ class Run:
         return whole
 
     def _make(self, chunk: Chunk) -> None:
-        for index, image in zip(chunk.indices, self.draw(self.pipe(), chunk.seed, chunk.indices), strict=True):
+        steps = self.steps(self.candidates[chunk.name])
+        images = self.draw(self.pipe(), chunk.seed, chunk.indices, steps)
+        for index, image in zip(chunk.indices, images, strict=True):
             path = self.path(chunk.name, chunk.seed, index)
             if not path.is_file():
                 write_image(path, image)

@@ -1,13 +1,13 @@
 """Protocols, each one function: who takes part, which images it needs, which tables it fills.
 
-These two are for any model; a checkout has those of the paper's tables too (`reproduce/protocols.py`).
+These are for any model; a checkout has those of the paper's tables too (`reproduce/protocols.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from shiva.bench.table import Table
 from shiva.core.options import REFUSALS
@@ -17,6 +17,7 @@ from shiva.evaluate.checkout import reproduce
 from shiva.evaluate.evaluation import Comparison, Evaluation
 from shiva.evaluate.images import Run
 from shiva.evaluate.match import matched
+from shiva.evaluate.rivals import CacheName
 
 
 class Found(NamedTuple):
@@ -51,11 +52,42 @@ def main(evaluation: Evaluation) -> Found | None:
 
 def overview(evaluation: Evaluation, protocol: str, title: str) -> Found | None:
     shown = compared(evaluation, protocol, evaluation.run(), evaluation.seeds)
+    if evaluation.rivals and protocol == "main":
+        shown = beside_rivals(evaluation, shown)
     if not evaluation.workers.main:
         return None
     quality, figures = tables.quality(evaluation, shown, title)
     costs, prices = tables.costs(evaluation, shown)
     return Found([quality, costs], {"quality": figures, "cost": prices})
+
+
+def beside_rivals(evaluation: Evaluation, shown: Comparison) -> Comparison:
+    """With what every user has for nothing: fewer steps of the dense model, at each method's FLOPs, and caches."""
+    run, whole = shown.run, evaluation.settings.steps
+
+    def counts() -> list[int]:
+        own = [name for name in shown.names if not run.candidates[name].is_rival]
+        nearest = {round(evaluation.cost(run, name).share * whole) for name in own}
+        return sorted((count for count in nearest if 0 < count < whole), reverse=True)
+
+    steps = {f"{count} steps": Candidate(steps=count) for count in evaluation.workers.found_by_main(counts)}
+    rivals = {**steps, **{cache: Candidate(cache=cache) for cache in get_args(CacheName)}}
+    run.candidates |= rivals
+    names = evaluation.complete(run, list(rivals), shown.seeds)
+    absent = {name: run.skipped[name] for name in rivals if name not in names}
+    return dataclasses.replace(shown, names=[*shown.names, *names], absent={**shown.absent, **absent})
+
+
+def floor(evaluation: Evaluation) -> Found | None:
+    """Where no step can be spared: every method beside dense runs of fewer steps, and how far above their line."""
+    shown = compared(evaluation, "floor", evaluation.run(), evaluation.seeds, least=2)
+    if not evaluation.workers.main:
+        return None
+    steps = evaluation.settings.steps
+    quality, figures = tables.quality(evaluation, shown, f"Every method at {steps} steps")
+    above, distances = tables.above_the_line(evaluation, shown)
+    costs, prices = tables.costs(evaluation, shown)
+    return Found([above, quality, costs], {"above": distances, "quality": figures, "cost": prices})
 
 
 def match(evaluation: Evaluation) -> Found | None:
@@ -109,4 +141,4 @@ def search(
 def protocols() -> dict[str, Protocol]:
     """By name: the paper's in a checkout, with ours among them; else ours."""
     papers = reproduce("protocols")
-    return {"main": main, "matched": match} if papers is None else papers.PROTOCOLS
+    return {"main": main, "matched": match, "floor": floor} if papers is None else papers.PROTOCOLS

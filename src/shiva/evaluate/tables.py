@@ -79,8 +79,8 @@ def costs(evaluation: Evaluation, shown: Comparison) -> tuple[Table, dict[str, A
             "speed-up": "" if speedup is None else f"{speedup:.2f}x",
             "limit": f"{1 / cost.share:.2f}x",
             "paper: speed-up": "",
-            "one-step MSE ↓": f"{cost.one_step_mse:.3g}",
-            "one-step cosine ↑": f"{cost.one_step_cosine:.4f}",
+            "one-step MSE ↓": "" if cost.one_step_mse is None else f"{cost.one_step_mse:.3g}",
+            "one-step cosine ↑": "" if cost.one_step_cosine is None else f"{cost.one_step_cosine:.4f}",
         }
         paper = evaluation.paper.get(shown.run.candidates[name].paper)
         if paper is not None:
@@ -89,7 +89,8 @@ def costs(evaluation: Evaluation, shown: Comparison) -> tuple[Table, dict[str, A
     return Table.of(
         "Cost of a step",
         rows,
-        "GFLOPs: true ones of a transformer call, the method's own not counted; MACs counted once: as the paper "
+        "GFLOPs: true ones of a transformer call, the method's own not counted; of fewer steps and step caches, those "
+        "of a whole run over dense's steps; MACs counted once: as the paper "
         "counts, in linear layers; latency: of a whole image, median ± half the distance of the quartiles over turns "
         "that all take; speed-up: dense's latency over the method's; limit: the speed-up that true FLOPs alone allow; "
         "one-step: the prediction against dense at dense's noisy latents" + (untimed and f"; not timed: {untimed}"),
@@ -200,6 +201,40 @@ def verdict(evaluation: Evaluation, shown: Comparison) -> tuple[Table, dict[str,
     caption += "distances of whole sets have no such error and go by their value"
     columns = (f"{first} against", *map(heading, metrics), "not ahead on")
     return Table(f"Where {first} stands at matched FLOPs", columns, rows, caption), found
+
+
+# -- against fewer steps ---------------------------------------------------------------------------------
+
+
+def above_the_line(evaluation: Evaluation, shown: Comparison) -> tuple[Table, dict[str, Any]]:
+    """How far each candidate is from the line of dense runs of fewer steps, at its own FLOPs, prompt by prompt."""
+    run, scores = shown.run, scores_of(evaluation, shown)
+    shares = {name: evaluation.cost(run, name).share for name in shown.names}
+    fewer = sorted((name for name in shown.names if run.candidates[name].only_steps), key=shares.__getitem__)
+    if not fewer:
+        raise ValueError("no candidate takes fewer steps; name some, such as `3 steps: {steps: 3}`")
+    metrics = measured(evaluation, run)
+    rows: list[tuple[str, ...]] = []
+    found: dict[str, Any] = {}
+    for name in (name for name in shown.names if name != DENSE and name not in fewer):
+        below = [other for other in fewer if shares[other] <= shares[name]]
+        above = [other for other in fewer if shares[other] > shares[name]]
+        if not above:
+            continue  # between fewer steps and dense itself, to which distances have no end
+        low, high = (below or above)[-1 if below else 0], above[0]
+        weight = (shares[name] - shares[low]) / (shares[high] - shares[low]) if high != low else 0.0
+        pairs = {}
+        for metric in metrics:
+            ends = (values(metric, scores[end]) for end in (low, high))
+            line = [(1 - weight) * a + weight * b for a, b in zip(*ends, strict=True)]
+            pairs[metric] = Paired.of(values(metric, scores[name]), line, metric.higher)
+        found[name] = {metric.name: pair.to_dict() for metric, pair in pairs.items()}
+        cells = (f"{p} ({p.wins:.0%})" if m.each else f"{p.mean:+.3g}" for m, p in pairs.items())
+        rows.append((name, f"{shares[name]:.1%}", low if low == high else f"{low} to {high}", *cells))
+    caption = "candidate minus line, mean ± standard error over prompts (share of prompts that are better); the line "
+    caption += f"joins {', '.join(fewer)}, and below the cheapest of them it stays at its value"
+    columns = ("method", "FLOPs", "line between", *map(heading, metrics))
+    return Table("Above the line of fewer steps", columns, rows, caption + left_out(evaluation, shown)), found
 
 
 def rank_word(pair: Paired, metric: Metric) -> str:

@@ -89,6 +89,12 @@ class Table:
             schedule = self._at_budget(schedule, len(steps), len(steps) - len(reduced), ctx)
             for step, counts in zip(reduced, self._counts(schedule, ctx.tokens), strict=True):
                 table[step] = counts
+        else:
+            warnings.warn(
+                f"each of this run's steps ({len(steps)}) sees all tokens under {self.config}, so nothing is saved; "
+                "take more steps, or pass fill='near', which needs no earlier step",
+                stacklevel=2,
+            )
         return table
 
     def _counts(self, schedule: RatioSchedule, tokens: int) -> list[list[int]]:
@@ -99,16 +105,18 @@ class Table:
         if self.config.budget is not None:
             return schedule.shift(left_over(self.config.budget, steps, dense))
         if self.config.flops is not None:
-            return schedule.shift(flops=left_over(self.config.flops, steps, dense), cost=ctx.cost())
+            cost = ctx.cost()
+            left = left_over(self.config.flops, steps, dense, schedule.lowest_share(cost))
+            return schedule.shift(flops=left, cost=cost)
         return schedule
 
 
-def left_over(target: float, steps: int, dense: int) -> float:
-    """The share that reduced steps may take so that a run with some dense steps still meets its target."""
+def left_over(target: float, steps: int, dense: int, lowest: float = 0.0) -> float:
+    """The share that reduced steps may take so that a run with some dense steps meets its target; above the lowest."""
     if dense in (0, steps):
         return target
     left = (target * steps - dense) / (steps - dense)
-    if left > 0:
+    if left > lowest:
         return left
     warnings.warn(
         f"a share of {target} cannot be met in {steps} steps of which {dense} are dense; the others run at {target}",

@@ -182,12 +182,14 @@ class DiffCRMethod(Trainable):
             if k == x.shape[1]:
                 self.fill.refresh(out.image, base, site, ctx)
             return out
-        rho = self.ratios()[site.layer, self.region(ctx.timestep)]
         explored = ctx.explore.ratio
-        age = self.fill.simulated_age(x, float(rho.detach()) if explored is None else explored, ctx)
         if explored is not None:
+            age = self.fill.simulated_age(x, explored, ctx)
             return self.single_pass(run, x, scores, age, bin_count(explored, x.shape[1]), site, ctx)
-        low, high = bracket(float(rho.detach()), self.config.bins)
+        rho = self.ratios()[site.layer, self.region(ctx.timestep)]
+        ratio = float(rho.detach())
+        age = self.fill.simulated_age(x, ratio, ctx)
+        low, high = bracket(ratio, self.config.bins)
         weight = (rho - low) / (high - low)
         lower = self.single_pass(run, x, scores, age, bin_count(low, x.shape[1]), site, ctx)
         upper = self.single_pass(run, x, scores, age, bin_count(high, x.shape[1]), site, ctx)
@@ -196,7 +198,7 @@ class DiffCRMethod(Trainable):
             return None if low is None or high is None else torch.lerp(low, high, weight.to(low.dtype))
 
         image = torch.lerp(lower.image, upper.image, weight.to(lower.image.dtype))
-        between = round(float(rho.detach()) * x.shape[1])
+        between = round(ratio * x.shape[1])
         return Streams(image, mix(lower.text, upper.text), mix(lower.rest, upper.rest), ran=between)
 
     def scores(self, x: Tensor, layer: int, ctx: StepContext) -> Tensor:

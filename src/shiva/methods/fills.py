@@ -44,6 +44,21 @@ def key_of(site: Place, ctx: StepContext) -> Key:
     return site.name, ctx.branch
 
 
+def keys_of_all(
+    values: Tensor, indices: Tensor | None, kept: dict[Key, Tensor], key: Key, tokens: int, dtype: torch.dtype
+) -> Tensor:
+    """Keys or values of all tokens, from those just made (B, K, D) at indices (B, K) and those kept of the others."""
+    if values.shape[1] == tokens:
+        kept[key] = values.detach().to(dtype, copy=True)
+        return values
+    assert indices is not None
+    rows, known = flat_rows(indices, tokens), kept[key]
+    known.flatten(0, 1).index_copy_(0, rows, values.detach().flatten(0, 1).to(known.dtype))
+    if not values.requires_grad:
+        return known.to(values.dtype)
+    return known.to(values.dtype).flatten(0, 1).index_copy(0, rows, values.flatten(0, 1)).view_as(known)
+
+
 def check_layers(name: str, layers: tuple[int, ...], spec: BackboneSpec) -> None:
     """Refuse a layer that the backbone does not have."""
     outside = [layer for layer in layers if not 0 <= layer < spec.layers]
@@ -229,16 +244,7 @@ class Cached(Fill):
 
     def all_keys(self, values: Tensor, indices: Tensor | None, site: Place, ctx: StepContext) -> Tensor:
         run: FillRun = ctx.run
-        key = key_of(site, ctx)
-        if values.shape[1] == ctx.tokens:
-            run.keys[key] = values.detach().to(self.dtype_of(values), copy=True)
-            return values
-        assert indices is not None
-        rows, known = flat_rows(indices, ctx.tokens), run.keys[key]
-        known.flatten(0, 1).index_copy_(0, rows, values.detach().flatten(0, 1).to(known.dtype))
-        if not values.requires_grad:
-            return known.to(values.dtype)
-        return known.to(values.dtype).flatten(0, 1).index_copy(0, rows, values.flatten(0, 1)).view_as(known)
+        return keys_of_all(values, indices, run.keys, key_of(site, ctx), ctx.tokens, self.dtype_of(values))
 
     def dtype_of(self, values: Tensor) -> torch.dtype:
         return CACHE_DTYPES[self.config.cache_dtype] or values.dtype

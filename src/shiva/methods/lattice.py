@@ -21,7 +21,7 @@ from shiva.methods.scores import Lattice as LatticeScore
 
 
 @dataclass(frozen=True)
-class Lattice(CountOptions, PrunerOptions):
+class Lattice(PrunerOptions, CountOptions):
     """An even part of the grid, turning over layers and steps; fitted, not trained."""
 
     fill: FillName = "shortcut"

@@ -94,16 +94,12 @@ class Pruner(Method):
         self.sites = self.requires | INSIDE if self.fresh_keys else self.requires
 
     @property
-    def needs_latents(self) -> bool:  # type: ignore[override]
-        return self.score.needs_latents
-
-    @property
     def needs_sigma(self) -> bool:  # type: ignore[override]
-        return self.shortcut is not None or self.score.needs_latents
+        return self.shortcut is not None or self.score.observes
 
     @property
     def recordable(self) -> bool:  # type: ignore[override]
-        carries = self.fill.caches or self.fill.tracks_age or self.freezes or self.score.needs_latents
+        carries = self.fill.caches or self.fill.tracks_age or self.freezes or self.score.observes
         return not (carries or self.score.drawn or self.config.cover)
 
     def dense_layers(self) -> Collection[int]:

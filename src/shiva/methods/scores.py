@@ -47,8 +47,8 @@ class Score:
 
     drawn: ClassVar[bool] = False
     """Whether it looks at no token, so that it is settled before a step starts."""
-    needs_latents: ClassVar[bool] = False
-    """Whether it observes what the transformer is given and predicts."""
+    observes: ClassVar[bool] = False
+    """Whether it looks at what the transformer is given and predicts."""
 
     def observe(self, prediction: Tensor, ctx: StepContext) -> None:
         """See the model's prediction at the end of a step."""
@@ -119,7 +119,7 @@ class Departure(Score):
     picture is that of flow matching, latents - sigma * prediction.
     """
 
-    needs_latents = True
+    observes = True
 
     def observe(self, prediction: Tensor, ctx: StepContext) -> None:
         run: ScoreRun = ctx.run

@@ -26,8 +26,20 @@ from shiva.ops.topk import input_gated, output_gated, select_tokens, token_count
 
 
 @dataclass(frozen=True)
-class Shiva(CountOptions, RoutedOptions):
-    """Learned token selection with a learned ratio per layer and timestep."""
+class Shiva(RoutedOptions, CountOptions):
+    """Learned token selection with a learned ratio per layer and timestep.
+
+    What you turn at inference, also under a trained checkpoint:
+        how many: budget or flops, bucket, dense, dense_steps, share_pairs
+        which: guidance, age, cover
+        what the others get: fill, near, cache_dtype, cache_layers, spread, parts
+        what the chosen see: attends
+    What training settles, and a checkpoint fixes:
+        the router: sharing, bottleneck, signals, signal_length
+        the ratios: policy, beta, dual, noise_free
+        the gradient: estimator, guess
+        the fill "shortcut": rank, degree
+    """
 
     share_pairs: bool = False
     """One selection per pair of layers: router, sort, gather and scatter are paid once a pair."""
@@ -200,6 +212,8 @@ class ShivaMethod(RoutedPruner):
         with ctx.phase("sort"):
             budget = now.ratios[layer] * ctx.tokens
             selection = select_tokens(scores, ctx.counts[layer], budget, explore.tau_rank, explore.tau_sel)
+        if ctx.teacher is None and not torch.is_grad_enabled():  # a rollout, from which nothing learns
+            return self.fill.trained(selection.indices, x, age, layer, ctx)
         fill = self.fill.from_selected(selection.indices, x, age, layer, ctx)
         if self.config.estimator == "input":
             return input_gated(selection, x.shape[1], fill)

@@ -19,7 +19,7 @@ from shiva.methods.scores import Band, Departure, Norm, Random, Score, Update
 
 
 @dataclass(frozen=True)
-class Sweep(CountOptions, PrunerOptions):
+class Sweep(PrunerOptions, CountOptions):
     """A moving band that attends to all, with nothing trained."""
 
     fill: FillName = "cached"
@@ -55,7 +55,7 @@ OLDEST_FIRST = 1e3
 
 
 @dataclass(frozen=True)
-class Ranked(CountOptions, PrunerOptions):
+class Ranked(PrunerOptions, CountOptions):
     """Tokens by a rule: the yardsticks that a learned or moving choice is held against."""
 
     score: Literal["random", "norm", "age", "update", "departure"] = "random"

@@ -116,19 +116,21 @@ class RatioSchedule:
         assert flops is not None
         if cost is None:
             raise ValueError("flops= needs cost=, the prices of this model's layers: session.cost_model()")
-        target = share("flops", flops)
-        tokens = cost.tokens
-
-        def measured(schedule: RatioSchedule) -> float:
-            return cost.share((schedule.ratios() * tokens).tolist())
-
-        lowest = measured(replace(self, bias=-LARGEST_LOGIT - float(self.logits.max())))
+        target, lowest = share("flops", flops), self.lowest_share(cost)
         if target < lowest:
             raise ValueError(
                 f"flops={flops} cannot be reached: with every reduced layer empty {lowest:.3f} of the dense FLOPs "
                 "remain; pass more, or let fewer layers be dense"
             )
-        return self._solve(measured, target)
+        return self._solve(lambda schedule: schedule.flops_share(cost), target)
+
+    def flops_share(self, cost: CostModel) -> float:
+        """True FLOPs as a share of dense, where a share of a token costs its share."""
+        return cost.share((self.ratios() * cost.tokens).tolist())
+
+    def lowest_share(self, cost: CostModel) -> float:
+        """What remains of the dense FLOPs with every reduced layer empty."""
+        return replace(self, bias=-LARGEST_LOGIT - float(self.logits.max())).flops_share(cost)
 
     def _solve(self, measure: object, target: float) -> RatioSchedule:
         assert callable(measure)

@@ -8,6 +8,7 @@ from pathlib import Path
 from shiva.checkpoint import CONFIG_FILE, WEIGHTS_FILE, ShivaCheckpoint
 from shiva.ops.schedule import RatioSchedule
 from shiva.show import figures
+from shiva.show.digest import Digest
 from shiva.show.documents import add_documents, is_result, load
 from shiva.show.eval_page import add_evaluation, is_evaluation
 from shiva.show.page import Page, drawing
@@ -17,22 +18,25 @@ STEPS = 28
 
 
 def collect(paths: Iterable[Path], prompts: int = 24, seeds: int = 1) -> Page:
-    """A page of all that the paths hold."""
-    page = Page("Shiva: measurements")
+    """A page of all that the paths hold: a summary, then each question in a fold of its own."""
+    page, digest = Page("Shiva: measurements", folded=True), Digest()
     for path in paths:
-        add(page, path, prompts, seeds)
+        add(page, path, prompts, seeds, digest)
+    page.lead = digest.parts()
     return page
 
 
-def add(page: Page, path: Path, prompts: int = 24, seeds: int = 1) -> None:
+def add(page: Page, path: Path, prompts: int = 24, seeds: int = 1, digest: Digest | None = None) -> None:
     """Whatever a path holds; an error says what was expected."""
+    digest = digest or Digest()
     if path.suffix == ".json" and path.is_file():
         if not is_result(load(path)):
             raise ValueError(f"{path} has neither tables nor claims; pass a result of shiva bench or validate")
+        digest.documents.append(path)
         return add_documents(page, path.stem, [path])
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is neither a folder nor a .json file; pass results of shiva's commands")
-    before, passed = len(page.parts), add_folder(page, path, prompts, seeds)
+    before, passed = len(page.parts), add_folder(page, path, prompts, seeds, digest)
     if len(page.parts) == before:
         raise FileNotFoundError(
             f"{path} holds no results: expected run.json of an evaluation, metrics.jsonl, {CONFIG_FILE} beside "
@@ -42,9 +46,10 @@ def add(page: Page, path: Path, prompts: int = 24, seeds: int = 1) -> None:
         page.note(f"Not shown, having neither tables nor claims: {', '.join(map(str, passed))}.")
 
 
-def add_folder(page: Page, folder: Path, prompts: int, seeds: int) -> list[Path]:
+def add_folder(page: Page, folder: Path, prompts: int, seeds: int, digest: Digest) -> list[Path]:
     """What a folder holds, and the folders inside it but linked ones; the JSON files that are not shown."""
     if is_evaluation(folder):
+        digest.evaluations.append(folder)
         add_evaluation(page, folder, prompts, seeds)
     elif (folder / "metrics.jsonl").is_file():
         add_training(page, folder)
@@ -54,9 +59,10 @@ def add_folder(page: Page, folder: Path, prompts: int, seeds: int) -> list[Path]
         files = sorted(folder.glob("*.json"))
         results = [file for file in files if is_result(load(file))]
         if results:
+            digest.documents += results
             add_documents(page, folder.name, results)
         inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-        deeper = [file for path in inside for file in add_folder(page, path, prompts, seeds)]
+        deeper = [file for path in inside for file in add_folder(page, path, prompts, seeds, digest)]
         return [file for file in files if file not in results] + deeper
     return []
 

@@ -33,7 +33,7 @@ def add_evaluation(page: Page, folder: Path, prompts: int, seeds: int) -> None:
     run = load(folder / "run.json")
     settings = run["settings"]
     documents = {path.stem: load(path) for path in sorted((folder / "tables").glob("*.json"), key=place)}
-    page.heading(f"Evaluation: {folder.name}")
+    page.heading(f"Evaluation: {folder.name}", opened=True)
     page.text(
         f"{settings['model']}, {settings['steps']} steps at guidance {settings['guidance']:g}, "
         f"{len(run['prompts'])} prompts of {settings['prompts']}: every method from the same noise."
@@ -131,14 +131,20 @@ def add_fronts(page: Page, document: Mapping[str, Any]) -> None:
     for cost, prices in columns:
         if cost not in COSTS or all_alike(prices):
             continue
-        for metric, values in metrics:
-            points = [figures.Point(name, prices[name], value) for name, value in values.items() if name in prices]
-            if len(points) < 2:
-                continue
-            with drawing(page):
-                label = metric.rstrip("↑↓ ")
-                drawn = figures.quality_cost(points, cost, label, higher_is_better=metric.endswith("↑"))
-                page.figure(drawn, f"{label} against {cost}; the line joins what no other method beats.")
+        for metric in metrics:
+            add_front(page, (cost, prices), metric)
+
+
+def add_front(page: Page, cost: Column, quality: Column) -> None:
+    """A metric against a cost, with what no other method beats."""
+    (price, prices), (metric, values) = cost, quality
+    points = [figures.Point(name, prices[name], value) for name, value in values.items() if name in prices]
+    if len(points) < 2:
+        return
+    with drawing(page):
+        label = metric.rstrip("↑↓ ")
+        drawn = figures.quality_cost(points, price, label, higher_is_better=metric.endswith("↑"))
+        page.figure(drawn, f"{label} against {price}; the line joins what no other method beats.")
 
 
 def all_alike(prices: Mapping[str, float]) -> bool:

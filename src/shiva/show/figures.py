@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from shiva.core.trace import Trace
-from shiva.show.style import FAMILIES, MAP, PALETTE, QUIET, colour, family, plot, save
+from shiva.evaluate.frontier import pareto
+from shiva.show.style import FAMILIES, MAP, PALETTE, QUIET, colour, family, legend_beside, plot, save
 
 SHOWN = 5
 """Steps and layers that a figure of masks or scores shows, spread evenly over a run."""
@@ -37,25 +38,21 @@ class Point:
 def pareto_front(points: Sequence[Point], higher_is_better: bool = True) -> list[Point]:
     """The points that no other beats on both axes, from the cheapest on."""
     sign = 1 if higher_is_better else -1
-    front: list[Point] = []
-    for point in sorted(points, key=lambda p: (p.cost, -sign * p.quality)):
-        if not front or sign * point.quality > sign * front[-1].quality:
-            front.append(point)
-    return front
+    return pareto(points, lambda point: point.cost, lambda point: sign * point.quality)
 
 
 def quality_cost(points: Sequence[Point], cost: str, quality: str, higher_is_better: bool = True) -> Any:
     """Every method by what it costs and what it gives, with the front of those that nothing beats."""
     figure, (axis,) = plot(7.5, 4.4)
     front = pareto_front(points, higher_is_better)
-    axis.step([p.cost for p in front], [p.quality for p in front], where="post", color=QUIET, zorder=1, label="front")
+    axis.step([p.cost for p in front], [p.quality for p in front], where="post", color=QUIET, zorder=1)
     for kind in FAMILIES:
         members = [p for p in points if family(p.name) == kind]
-        if members:
-            places = [p.cost for p in members], [p.quality for p in members]
-            axis.scatter(*places, color=kind.colour, marker=kind.marker, s=46, zorder=2, label=kind.title)
-    axis.margins(0.12)
+        places = [p.cost for p in members], [p.quality for p in members]
+        axis.scatter(*places, color=kind.colour, marker=kind.marker, s=46 if kind.ours else 34, zorder=2)
+    axis.margins(0.16, 0.12)
     for point, (right, up) in zip(points, label_offsets(points), strict=True):
+        kind = family(point.name)
         axis.annotate(
             point.name,
             (point.cost, point.quality),
@@ -63,29 +60,36 @@ def quality_cost(points: Sequence[Point], cost: str, quality: str, higher_is_bet
             textcoords="offset points",
             ha="left" if right > 0 else "right",
             fontsize=8,
+            color=kind.colour if kind.ours else "#555",
+            fontweight="bold" if kind.ours else "normal",
             arrowprops={"arrowstyle": "-", "color": QUIET, "shrinkA": 0, "shrinkB": 3} if up > 8 else None,
         )
     axis.set(xlabel=cost, ylabel=f"{quality} ({'higher' if higher_is_better else 'lower'} is better)")
     axis.grid(alpha=0.25)
-    axis.legend(frameon=False, fontsize=8)
     return figure
+
+
+LETTER, LINE = 0.0165, 0.045
+"""A letter's width and a line's height, as shares of the plane."""
 
 
 def label_offsets(points: Sequence[Point]) -> list[tuple[float, float]]:
     """Where each name stands beside its point, in typographic points: to the left of those in the right half,
-    and further up where it would lie on the name of a close neighbour."""
+    and further up where it would lie on another name."""
     costs, qualities = [p.cost for p in points], [p.quality for p in points]
     width = (max(costs) - min(costs)) or 1.0
     height = (max(qualities) - min(qualities)) or 1.0
-    places: list[tuple[float, float]] = []
+    taken: list[tuple[float, float, float]] = []
     offsets: list[tuple[float, float]] = []
     for point in points:
         x, y = (point.cost - min(costs)) / width, (point.quality - min(qualities)) / height
+        left, long = x > 0.7, LETTER * len(point.name)
+        start, end = (x - long, x) if left else (x, x + long)
         up = 0.0
-        while any(abs(x - a) < 0.14 and abs(y + up - b) < 0.045 for a, b in places):
-            up += 0.045
-        places.append((x, y + up))
-        offsets.append((-7.0 if x > 0.7 else 7.0, 4.0 + 250 * up))
+        while any(start < b and a < end and abs(y + up - line) < LINE for a, b, line in taken):
+            up += LINE
+        taken.append((start, end, y + up))
+        offsets.append((-7.0 if left else 7.0, 4.0 + 250 * up))
     return offsets
 
 
@@ -174,7 +178,7 @@ def score_maps(traces: Mapping[str, Trace], layer: int | None = None) -> Any:
             axis.hist(scores.numpy(), bins=24, histtype="step", color=PALETTE[index], label=f"step {step}")
         axis.set_yticks([])
         axis.tick_params(labelsize=7)
-        axis.legend(frameon=False, fontsize=6)
+        legend_beside(axis, 6)
     figure.suptitle(f"scores of layer {layer}", fontsize=10)
     return figure
 
@@ -211,7 +215,7 @@ def training_curves(run: Path) -> Any:
     metrics, validation = read_lines(run / "metrics.jsonl"), read_lines(run / "validation.jsonl")
     if not metrics:
         raise FileNotFoundError(f"{run / 'metrics.jsonl'} holds no records; pass the folder of a training run")
-    figure, (losses, keep, error) = plot(11, 3.4, panels=3)
+    figure, (losses, keep, error) = plot(14, 3.4, panels=3)
     draw_series(losses, metrics, [name for name in LOSSES if name in metrics[-1]])
     losses.set(xlabel="optimizer step", title="losses", yscale="log")
     draw_series(keep, metrics, [name for name in ("keep", "budget_ema") if name in metrics[-1]])
@@ -221,8 +225,7 @@ def training_curves(run: Path) -> Any:
     error.set(xlabel="optimizer step", title="squared error to dense", yscale="log" if validation else "linear")
     for axis in (losses, keep, error):
         mark_stages(axis, metrics)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(frameon=False, fontsize=7)
+        legend_beside(axis, 7)
     return figure
 
 
@@ -244,7 +247,7 @@ def mark_stages(axis: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
 
 
 def title_of(document: dict[str, Any], index: int = 0) -> str:
-    return textwrap.fill(document["tables"][index]["title"], 72)
+    return textwrap.fill(document["tables"][index]["title"], 52)
 
 
 def draw_step(document: dict[str, Any], path: Path) -> None:
@@ -252,11 +255,10 @@ def draw_step(document: dict[str, Any], path: Path) -> None:
     rows = document["results"]["methods"]
     names = [row["name"] for row in rows]
     figure, (axis,) = plot(7, 0.35 * len(rows) + 1.2)
-    axis.barh(names, [row["limit"] for row in rows], color=QUIET, label="what FLOPs allow")
+    axis.barh(names, [row["limit"] for row in rows], color=QUIET)
     axis.barh(names, [row["speedup"] for row in rows], color=[colour(name) for name in names], height=0.5)
     axis.invert_yaxis()
-    axis.set(xlabel="speed-up over dense", title=title_of(document))
-    axis.legend(frameon=False)
+    axis.set(xlabel="speed-up over dense; the pale bar is what FLOPs allow", title=title_of(document))
     save(figure, path)
 
 
@@ -266,8 +268,7 @@ def draw_flops(document: dict[str, Any], path: Path) -> None:
     names = [row["name"] for row in rows]
     figure, (axis,) = plot(7, 0.3 * len(rows) + 1.2)
     axis.barh(names, [row["convention"] for row in rows], color=[colour(name) for name in names], height=0.6)
-    axis.plot([row["paper"] for row in rows], names, "o", color=QUIET, markeredgecolor="black", label="paper")
+    axis.plot([row["paper"] for row in rows], names, "o", color=QUIET, markeredgecolor="black")
     axis.invert_yaxis()
-    axis.set(xlabel="TFLOPs a step, the paper's convention")
-    axis.legend(frameon=False)
+    axis.set(xlabel="TFLOPs a step, the paper's convention; the dot is the paper's figure")
     save(figure, path)

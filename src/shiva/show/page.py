@@ -26,8 +26,10 @@ body { max-width: 76rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
 h1 { font-size: 1.7rem; margin: .5rem 0; } h2 { font-size: 1.25rem; margin: 2.8rem 0 .6rem; }
 h3 { font-size: 1rem; margin: 1.4rem 0 .5rem; }
 p { max-width: 48rem; } a { color: inherit; }
+details { border-top: 1px solid var(--line); padding: .2rem 0; }
+summary { font-size: 1.1rem; font-weight: 600; padding: .45rem 0; cursor: pointer; }
 nav { display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; padding: .5rem 0; border-block: 1px solid var(--line); }
-.wide { overflow-x: auto; }
+.wide { overflow-x: auto; margin: .8rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
 caption { text-align: left; font-weight: 600; padding: .4rem 0; }
 th, td { padding: .34rem .75rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
@@ -51,6 +53,11 @@ footer { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: .7rem
 """
 
 SCRIPT = """
+const unfold = () => {
+  const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  if (target && target.tagName === "DETAILS") target.open = true;
+};
+addEventListener("hashchange", unfold); unfold();
 for (const gallery of document.querySelectorAll(".gallery")) {
   const shots = [...gallery.querySelectorAll(".shot")], controls = gallery.querySelector(".controls");
   const choice = controls.querySelector("select"), [back, on] = controls.querySelectorAll("button");
@@ -109,6 +116,10 @@ class Page:
     parts: list[str] = field(default_factory=list)
     sections: dict[str, str] = field(default_factory=dict)
     """Headings by their anchors, for the list at the top."""
+    lead: list[str] = field(default_factory=list)
+    """Parts that come before all others."""
+    folded: bool = False
+    """Whether what follows a heading is shown when it is clicked."""
 
     def text(self, paragraph: str) -> None:
         self.parts.append(f"<p>{escape(paragraph)}</p>")
@@ -116,12 +127,16 @@ class Page:
     def note(self, paragraph: str) -> None:
         self.parts.append(f'<p class="note">{escape(paragraph)}</p>')
 
-    def heading(self, text: str) -> None:
+    def heading(self, text: str, opened: bool = False) -> None:
         name = slug(text)
         while name in self.sections:
             name += "-more"
+        if not self.folded:
+            self.parts.append(f'<h2 id="{name}">{escape(text)}</h2>')
+        else:
+            fold = f'<details id="{name}"{" open" * opened}><summary>{escape(text)}</summary>'
+            self.parts.append("</details>" * bool(self.sections) + fold)
         self.sections[name] = text
-        self.parts.append(f'<h2 id="{name}">{escape(text)}</h2>')
 
     def table(self, headings: Sequence[str], rows: Sequence[Sequence[Any]], title: str = "", note: str = "") -> None:
         """Rows under headings; the paper's columns are grey, figures align to the right."""
@@ -180,12 +195,14 @@ class Page:
 
     def __str__(self) -> str:
         links = "".join(f'<a href="#{name}">{escape(text)}</a>' for name, text in self.sections.items())
-        nav = f"<nav>{links}</nav>" if len(self.sections) > 1 else ""
+        nav = f"<nav>{links}</nav>" if len(self.sections) > 1 and not self.folded else ""
+        end = "</details>" if self.folded and self.sections else ""
         return (
             f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(self.title)}</title>'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             f'<link rel="icon" href="data:,"><style>{STYLE}</style></head>'
-            f"<body><h1>{escape(self.title)}</h1>{nav}{''.join(self.parts)}<script>{SCRIPT}</script></body></html>\n"
+            f"<body><h1>{escape(self.title)}</h1>{nav}{''.join([*self.lead, *self.parts])}{end}"
+            f"<script>{SCRIPT}</script></body></html>\n"
         )
 
 

@@ -12,11 +12,10 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from shiva.checkpoint import ShivaCheckpoint
 from shiva.core.needs import need
 from shiva.evaluate.drawing import load_with_arguments, quiet
 from shiva.show import figures
-from shiva.show.studio import BUDGETS, LONGEST_PROMPT, SEEDS, STEPS, UNTRAINED, Drawn, Request, Studio, whole_number
+from shiva.show.studio import BUDGETS, LONGEST_PROMPT, SEEDS, STEPS, Drawn, Request, Studio, ways_for, whole_number
 from shiva.show.style import encode
 
 SIDE = 384
@@ -25,7 +24,18 @@ WAITING = 16
 """Drawings in the queue; more are turned away. Tables and masks do not wait behind them."""
 KEPT = (600, 3600)
 """Seconds between looks at the image files that gradio keeps, and the age at which they go."""
-TABLE = "share of tokens kept at this budget"
+TABLE = "share of the image that each layer computes at each step"
+SHARE = 0.6
+"""What the page opens with."""
+ABOUT = "Both images come from the same prompt and noise. Times are of this machine, measured after a warm-up."
+MEANINGS = {
+    "Shiva": "A small trained network picks the parts of the image that each layer computes.",
+    "Sweep": "Nothing trained: a band moves over the image; the rest reuses what it last had. For 8 steps or more.",
+    "Lattice": "Nothing trained: an even pattern is computed, the rest is estimated. For few steps.",
+    "Fewer steps": "The whole image, in fewer steps: what the other methods have to beat.",
+    "ToMeSD": "Token Merging: similar parts of the image share one computation of attention.",
+}
+"""What each method of the menu does, in a line."""
 SYSTEM_FONTS = ("system-ui", "sans-serif")
 CSS = """
 footer { display: none !important; }
@@ -39,11 +49,9 @@ def run_server(
     """Open a page that draws a prompt dense and reduced, side by side; until Ctrl-C."""
     need_gradio()
     quiet()
-    source = UNTRAINED if checkpoint is None else ShivaCheckpoint.from_pretrained(checkpoint)
+    ways = ways_for(model, checkpoint)
     pipe, arguments = load_with_arguments(model, dtype, device)
-    studio = Studio(pipe, source, guidance, **arguments)
-    about = "nothing trained: a moving band, cached updates" if checkpoint is None else f"checkpoint {checkpoint}"
-    page = build(studio, f"Shiva on {Path(model).name}", about, steps)
+    page = build(Studio(pipe, ways, guidance, **arguments), Path(model).name, steps)
     Console().print(f"open http://{host}:{port} ; stop with Ctrl-C")
     try:
         launch(page, host, port)
@@ -114,77 +122,87 @@ class OwnPagesOnly:
         return False
 
 
-def build(studio: Studio, title: str, about: str, steps: int) -> Any:
-    """The page: what is asked on the left, two images and their figures on the right, the table and masks below."""
+def build(studio: Studio, model: str, steps: int) -> Any:
+    """The page: what is asked on the left, two images and their figures on the right, the table and masks below.
+
+    It opens with a drawing, for which every method that is shown has run before.
+    """
     gradio = need_gradio()
-    last = studio.spec.layers - 1
+    last, first = studio.spec.layers - 1, next(iter(studio.ways))
+    opening = Request("red apple", 0, steps, SHARE, first)
+    shown_first = studio.draw(opening)
+    at = min(last, studio.spec.layers // 2), (len(shown_first.masks) - 1) // 2
+    title = f"Shiva: the same image from less computation ({model})"
     with gradio.Blocks(title=title, analytics_enabled=False, delete_cache=KEPT) as page:
-        gradio.Markdown(f"## {title}\n{about}. Guidance {studio.guidance:g}. Times are of this machine.")
+        gradio.Markdown(f"## {title}\n{ABOUT}")
         with gradio.Row():
             with gradio.Column(scale=1, min_width=280):
-                prompt = gradio.Textbox("red apple", label="Prompt", max_length=LONGEST_PROMPT, elem_id="prompt")
+                prompt = gradio.Textbox(opening.prompt, label="Prompt", max_length=LONGEST_PROMPT, elem_id="prompt")
+                way = gradio.Dropdown(list(studio.ways), value=first, label="Method", elem_id="method")
+                meaning = gradio.Markdown(MEANINGS[first], elem_id="meaning")
                 budget = gradio.Slider(
-                    *BUDGETS, value=0.6, step=0.05, label="Budget: share of tokens kept", elem_id="budget"
+                    *BUDGETS, value=SHARE, step=0.05, label="Share of the image that is computed", elem_id="budget"
                 )
                 count = gradio.Slider(*STEPS, value=steps, step=1, label="Steps", elem_id="steps")
                 seed = gradio.Number(0, label="Seed", precision=0, minimum=SEEDS[0], maximum=SEEDS[1], elem_id="seed")
                 go = gradio.Button("Draw", variant="primary", elem_id="draw")
             with gradio.Column(scale=2, min_width=320):
                 with gradio.Row():
-                    dense = picture(gradio, "Dense", "dense")
-                    reduced = picture(gradio, "Reduced", "reduced")
-                summary = gradio.Markdown("Press *Draw*, or drag the budget.", elem_id="figures")
+                    dense = picture(gradio, "Everything computed", "dense", enlarge(shown_first.dense))
+                    reduced = picture(gradio, "Computed in part", "reduced", enlarge(shown_first.reduced))
+                summary = gradio.Markdown(figures_of(shown_first), elem_id="figures")
         with gradio.Row():
             with gradio.Column(scale=2, min_width=320):
                 table = picture(gradio, TABLE, "table", labelled=False)
                 planned = gradio.Markdown(elem_id="planned")
             with gradio.Column(scale=1, min_width=280):
-                overlay = picture(gradio, "Tokens that were computed", "overlay")
-                layer = gradio.Slider(
-                    0, last, value=min(last, studio.spec.layers // 2), step=1, label="Layer", elem_id="layer"
-                )
-                step = gradio.Slider(0, steps - 1, value=steps // 2, step=1, label="Step", elem_id="step")
-                share = gradio.Markdown(elem_id="share")
-        drawn = gradio.State(None)
+                where, told = masked(shown_first, *at)
+                overlay = picture(gradio, "What was computed, in colour", "overlay", where)
+                layer = gradio.Slider(0, last, value=at[0], step=1, label="Layer of the model", elem_id="layer")
+                step = gradio.Slider(0, max(steps - 1, 1), value=at[1], step=1, label="Step", elem_id="step")
+                share = gradio.Markdown(told, elem_id="share")
+        drawn = gradio.State(shown_first)
 
         def place(layer: Any, step: Any) -> tuple[int, int]:
             """A layer and step; of a shorter run the last step stands for those after it."""
             return whole_number("layer", layer, 0, last), whole_number("step", step, 0, STEPS[1] - 1)
 
-        def preview(budget: Any, steps: Any) -> tuple[Any, str]:
-            return guarded(gradio, lambda: show_plan(studio, budget, steps))
+        def preview(budget: Any, steps: Any, way: Any) -> tuple[Any, str, str]:
+            return guarded(gradio, lambda: show_plan(studio, Request.read("any", 0, steps, budget, way)))
 
-        def draw(prompt: Any, seed: Any, steps: Any, budget: Any, layer: Any, step: Any) -> tuple[Any, ...]:
-            request = guarded(gradio, lambda: Request.read(prompt, seed, steps, budget))
+        def draw(prompt: Any, seed: Any, steps: Any, budget: Any, way: Any, layer: Any, step: Any) -> tuple[Any, ...]:
+            request = guarded(gradio, lambda: Request.read(prompt, seed, steps, budget, way))
             at = guarded(gradio, lambda: place(layer, step))  # before an image is drawn for nothing
             result = guarded(gradio, lambda: studio.draw(request))
-            moved = gradio.Slider(maximum=request.steps - 1, value=min(at[1], request.steps - 1))
+            longest = max(len(result.masks) - 1, 1)
+            moved = gradio.Slider(maximum=longest, value=min(at[1], longest))
             images = enlarge(result.dense), enlarge(result.reduced)
-            return *images, figures_of(result), result, moved, *mask(result, *at)
+            return *images, figures_of(result), result, moved, *masked(result, *at)
 
         def mask(result: Drawn | None, layer: Any, step: Any) -> tuple[Any, str]:
-            if result is None:
-                return None, ""
-            layer, step = guarded(gradio, lambda: place(layer, step))
-            chosen = result.masks[min(step, len(result.masks) - 1), layer]
-            return figures.overlay(
-                result.reduced, chosen, SIDE
-            ), f"{chosen.float().mean():.0%} of {chosen.numel()} tokens"
+            return (None, "") if result is None else masked(result, *guarded(gradio, lambda: place(layer, step)))
 
-        asked = [prompt, seed, count, budget, layer, step]
+        asked = [prompt, seed, count, budget, way, layer, step]
         shown = [dense, reduced, summary, drawn, step, overlay, share]
         one = {"trigger_mode": "always_last", "concurrency_id": "pipe", "concurrency_limit": 1}
-        gradio.on([go.click, prompt.submit, budget.release], draw, asked, shown, **one)
+        gradio.on([go.click, prompt.submit, budget.release, way.input], draw, asked, shown, **one)
         live = {"show_progress": "hidden", "queue": False, "trigger_mode": "always_last"}
-        gradio.on([budget.change, count.change, page.load], preview, [budget, count], [table, planned], **live)
+        turned, plan = [budget.change, count.change, way.change, page.load], [table, planned, meaning]
+        gradio.on(turned, preview, [budget, count, way], plan, **live)
         gradio.on([layer.change, step.change], mask, [drawn, layer, step], [overlay, share], **live)
     return page
 
 
-def picture(gradio: Any, label: str, name: str, labelled: bool = True) -> Any:
-    return gradio.Image(
-        label=label, show_label=labelled, elem_id=name, format="png", interactive=False, buttons=["fullscreen"]
-    )
+def masked(result: Drawn, layer: int, step: int) -> tuple[Any, str]:
+    """The reduced image with what a layer left out veiled, and how much it computed."""
+    chosen = result.masks[min(step, len(result.masks) - 1), layer]
+    told = f"{chosen.float().mean():.0%} of {chosen.numel()} tokens (small squares of the image)"
+    return figures.overlay(result.reduced, chosen, SIDE), told
+
+
+def picture(gradio: Any, label: str, name: str, image: Any = None, labelled: bool = True) -> Any:
+    look = {"show_label": labelled, "format": "png", "interactive": False, "buttons": ["fullscreen"]}
+    return gradio.Image(image, label=label, alt_text=label, elem_id=name, **look)
 
 
 def guarded(gradio: Any, call: Any) -> Any:
@@ -204,14 +222,15 @@ def enlarge(image: Any) -> Any:
     )
 
 
-def show_plan(studio: Studio, budget: Any, steps: Any) -> tuple[Any, str]:
-    """The shifted table as a picture, and what it will cost."""
+def show_plan(studio: Studio, request: Request) -> tuple[Any, str, str]:
+    """The shifted table as a picture, what it will cost, and what the method does."""
     from PIL import Image
 
-    request = Request.read("any", 0, steps, budget)
-    plan = studio.plan(request.budget, request.steps)
+    plan, meaning = studio.plan(request), MEANINGS[request.way]
+    if plan is None:
+        return None, f"What {request.way} computes is counted when it draws.", meaning
     drawn = Image.open(io.BytesIO(encode(figures.schedule_map(plan.keep, plan.timesteps, TABLE), dpi=110)))
-    return drawn, f"Planned: {plan.flops:.1%} of dense FLOPs, which allows a speed-up of {1 / plan.flops:.2f}x."
+    return drawn, f"Planned: {plan.flops:.0%} of the computation, at best {1 / plan.flops:.2f}x as fast.", meaning
 
 
 def flops(tera: float) -> str:
@@ -219,17 +238,18 @@ def flops(tera: float) -> str:
 
 
 def figures_of(result: Drawn) -> str:
-    """Time and FLOPs of both images."""
+    """Time and computation of both images."""
     same = result.psnr == float("inf")
     when = " when first drawn" if result.remembered else ""
+    whole, part = flops(result.dense_tflops), flops(result.dense_tflops * result.flops)
     return "\n".join(
         (
-            "| | dense | reduced | |",
+            "| | everything | in part | |",
             "|---|---|---|---|",
             f"| time | {result.dense_seconds:.2f} s{when} | {result.seconds:.2f} s | "
-            f"speed-up {result.dense_seconds / result.seconds:.2f}x |",
-            f"| FLOPs | {flops(result.dense_tflops)} | {flops(result.dense_tflops * result.flops)} | "
-            f"{result.flops:.1%} of dense |",
-            f"| PSNR to dense | | {'identical' if same else f'{result.psnr:.1f} dB'} | |",
+            f"**{result.dense_seconds / result.seconds:.2f}x as fast** |",
+            f"| computation (FLOPs) | {whole} | {part} | {result.flops:.0%} |",
+            f"| likeness (PSNR) | | {'identical' if same else f'{result.psnr:.1f} dB'} | "
+            f"{'' if same else 'above 30: hard to tell apart'} |",
         )
     )

@@ -11,8 +11,8 @@ from shiva.core.needs import install
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 """Okabe and Ito's colours, which the colour-blind tell apart."""
-SHIVA, UNTRAINED, OTHER, DENSE, QUIET = "#D55E00", "#E69F00", "#0072B2", "#000000", "#cbd5e1"
-"""Shiva, Shiva without training, the other methods, the dense model, and what is only there for reference."""
+OURS, OTHER, DENSE, QUIET = "#D55E00", "#8a8f98", "#000000", "#cbd5e1"
+"""Our methods, the others, the dense model, and what is only there for reference."""
 MAP = "cividis"
 """Of heat maps: even in lightness, and the same to the colour-blind."""
 
@@ -29,10 +29,9 @@ class Family(NamedTuple):
 
 
 FAMILIES = (
-    Family("Shiva", SHIVA, "o", ("shiva",), ours=True),
-    Family("Shiva, untrained", UNTRAINED, "^", ("sweep",), ours=True),
+    Family("ours", OURS, "o", ("shiva", "sweep", "lattice", "probe", "refresh"), ours=True),
     Family("dense", DENSE, "D", ("dense", "fine-tuned")),
-    Family("other methods", OTHER, "s", ("",)),
+    Family("others", OTHER, "s", ("",)),
 )
 
 
@@ -58,6 +57,19 @@ def plot(width: float = 7.0, height: float = 4.0, panels: int = 1, rows: int = 1
         axis.set_prop_cycle(color=PALETTE)
         axis.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+def legend_beside(axis: Any, fontsize: float = 8) -> None:
+    """What the axis has drawn, named to its right, never over the data."""
+    drawn = axis.get_legend()
+    named = axis.get_legend_handles_labels()
+    if drawn is not None:  # one that was put together by hand
+        named = drawn.legend_handles, [text.get_text() for text in drawn.get_texts()]
+        fontsize = min(fontsize, drawn.get_texts()[0].get_fontsize())
+    twin = len(axis.get_shared_x_axes().get_siblings(axis)) > 1  # whose ticks stand there
+    if named[0]:
+        place = {"loc": "center left", "bbox_to_anchor": (1.14 if twin else 1.01, 0.5)}
+        axis.legend(*named, **place, frameon=False, fontsize=fontsize)
 
 
 def encode(figure: Any, form: str = "png", dpi: int = 140) -> bytes:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shiva.adapter import ADAPTER_NAME, adapted_layers
+from shiva.adapter import ADAPTER_NAME, adapted_layers, load_adapter
 from shiva.backbones.base import Backbone
 from shiva.core.needs import need
+from shiva.session import Session
+from shiva.training.sections import Adapter
 
 
 def adapter_targets(transformer: nn.Module, backbone: Backbone) -> list[str]:
@@ -70,6 +72,45 @@ def adapter_state(transformer: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
+class RunAdapter:
+    """The adapter of a run: put in once, and off until a stage trains it or a state brings it."""
+
+    def __init__(self, session: Session, options: Adapter, seed: int):
+        self.session, self.options, self.seed = session, options, seed
+        self.config: dict[str, Any] = {}
+        self.on = False
+
+    def put_in(self) -> None:
+        if not self.config:
+            transformer, options = self.session.transformer, self.options
+            shape = (options.rank, options.alpha, options.dora)
+            self.config = adapter_config(transformer, self.session.backbone, *shape)
+            add_adapter(transformer, self.config, self.seed)
+            self._enable(False)
+            self.session.rehook()
+
+    def switch_on(self) -> None:
+        if not self.on:
+            self.put_in()
+            self._enable(True)
+            self.on = True
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        if weights:
+            self.switch_on()
+            load_adapter(self.session.transformer, weights)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return adapter_parameters(self.session.transformer)
+
+    def weights(self) -> dict[str, Tensor]:
+        return adapter_state(self.session.transformer) if self.on else {}
+
+    def _enable(self, on: bool) -> None:
+        for layer in adapted_layers(self.session.transformer):
+            layer.enable_adapters(on)
+
+
 @contextlib.contextmanager
 def adapters_off(transformer: nn.Module) -> Iterator[None]:
     """Run the base weights alone inside this context; which parameters train is left untouched."""
@@ -77,7 +118,7 @@ def adapters_off(transformer: nn.Module) -> Iterator[None]:
         yield
         return
     tuner = need("peft.tuners.tuners_utils", "train").BaseTunerLayer
-    layers = [module for module in transformer.modules() if isinstance(module, tuner)]
+    layers = [m for m in transformer.modules() if isinstance(m, tuner) and not m.disable_adapters]
     trained = [p for p in transformer.parameters() if p.requires_grad]
     for layer in layers:
         layer.enable_adapters(False)

@@ -7,7 +7,7 @@ method (`groups`, `tables`, `readings`, what it needs).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shiva.core.context import Exploration, Recording
+from shiva.core.options import unknown_key
 from shiva.core.trainable import Trainable
 from shiva.session import Session
 from shiva.training.adapter import adapters_off
+from shiva.training.sections import Stage
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,14 @@ def trained(session: Session) -> Trainable:
     return session.method
 
 
+def check_groups(method: Trainable, stages: Iterable[Stage]) -> None:
+    """Refuse a stage that trains what the method does not have."""
+    known = {*method.groups(), "adapter"}
+    for stage in stages:
+        for name in set(stage.trains) - known:
+            raise ValueError(unknown_key(name, known, f"stage {stage.name!r} of {method}"))
+
+
 @contextlib.contextmanager
 def dense(session: Session, adapters: bool = False) -> Iterator[None]:
     """Nothing is reduced inside this context; the base weights alone, or with their `adapters`.
@@ -86,6 +96,11 @@ def begin_batch(session: Session, explore: Exploration, timesteps: Sequence[floa
 
 def reduced_layers(session: Session) -> list[int]:
     return sorted({site.layer for site in session.hooks.reduced()})
+
+
+def blocks_of(session: Session) -> dict[int, nn.Module]:
+    """The transformer's blocks by layer."""
+    return {s.layer: s.module for s in session.backbone.sites(session.transformer) if s.kind == "block"}
 
 
 def finish(session: Session) -> None:
@@ -118,8 +133,8 @@ def first_not_finite(session: Session, run: Callable[[], object]) -> int | None:
         if not all(leaf.isfinite().all() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
             found.append(layer)
 
-    blocks = [site for site in session.backbone.sites(session.transformer) if site.kind == "block"]
-    handles = [site.module.register_forward_hook(partial(watch, site.layer)) for site in blocks]
+    blocks = blocks_of(session)
+    handles = [block.register_forward_hook(partial(watch, layer)) for layer, block in blocks.items()]
     try:
         with contextlib.suppress(ValueError):  # scores without an order raise, after the block that spoiled them
             run()

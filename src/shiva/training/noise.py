@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,11 +65,15 @@ class FlowMatching:
     steps: int = 1000
     least: float = 1e-3
     """Smallest noise level; at 0 there is nothing to predict."""
+    levels: tuple[float, ...] = ()
+    """With density "run": the noise levels at which the run's steps begin."""
 
     def timestep(self, quantile: float, tokens: int) -> float:
         """The timestep, 0 (image) to 1000 (noise), at a quantile of the training density."""
         sigma = quantile
-        if self.density == "logit-normal":
+        if self.density == "run":
+            sigma = self.levels[-1 - int(quantile * len(self.levels))]
+        elif self.density == "logit-normal":
             sigma = float(torch.sigmoid(torch.special.ndtri(torch.tensor(quantile, dtype=torch.float64))))
         elif self.density == "scheduler":
             sigma = self._shifted(quantile, tokens)
@@ -90,6 +95,15 @@ class FlowMatching:
             return self.shift
         low, high, few, many = self.dynamic
         return math.exp(low + (high - low) * (tokens - few) / (many - few))
+
+    def way_to(self, timestep: float) -> list[tuple[float, float]]:
+        """The steps, as pairs of timesteps, by which the run comes from noise to a timestep of its own."""
+        passed = [level * self.steps for level in self.levels if level * self.steps >= timestep]
+        return list(itertools.pairwise(passed))
+
+    def advance(self, noisy: Tensor, prediction: Tensor, now: float, following: float) -> Tensor:
+        """Where a step from one timestep to the next brings a sample."""
+        return noisy + (following - now) / self.steps * prediction
 
     def mix(self, clean: Tensor, noise: Tensor, timestep: float) -> Tensor:
         """The noisy sample."""
@@ -134,14 +148,20 @@ NoiseProcess = FlowMatching | VariancePreserving
 """How a pipeline's scheduler relates a timestep to the noise in a sample, and what the model predicts."""
 
 
-def noise_process(scheduler: Any, density: str) -> NoiseProcess:
-    """The noise process of a pipeline's scheduler, or an error naming what it lacks."""
+def noise_process(scheduler: Any, density: str, levels: Sequence[float] = ()) -> NoiseProcess:
+    """The noise process of a pipeline's scheduler, or an error naming what it lacks; `levels` are those of a run."""
     config = scheduler.config
     if type(scheduler).__name__.startswith("FlowMatch"):
         dynamic = None
         if config.get("use_dynamic_shifting"):
             dynamic = (config.base_shift, config.max_shift, config.base_image_seq_len, config.max_image_seq_len)
-        return FlowMatching(density, float(config.shift or 1.0), dynamic, config.num_train_timesteps)
+        steps = config.num_train_timesteps
+        return FlowMatching(density, float(config.shift or 1.0), dynamic, steps, levels=tuple(levels))
+    if levels:
+        raise ValueError(
+            f"sampling.density=run follows the noise levels of a FlowMatch scheduler, and this is a "
+            f"{type(scheduler).__name__}; use another density"
+        )
     prediction = config.get("prediction_type", "epsilon")
     if prediction == "flow_prediction":
         return FlowMatching(density, float(config.flow_shift or 1.0), None, config.num_train_timesteps)
@@ -200,6 +220,10 @@ class MicroBatch:
     exploration: Exploration
     before: Before | None = None
     """Where the noisier pass lies that stands in for a cache."""
+    rolls_out: bool = False
+    """Whether it is to stand where the reduced model's own run brings it."""
+    reached: Tensor | None = None
+    """Where that is (B, C, h, w); without it the clean latents and the noise are mixed."""
 
     def to(self, device: torch.device) -> MicroBatch:
         text = {name: value.to(device) for name, value in self.text.items()}
@@ -228,6 +252,7 @@ class Draw:
     before: Before | None
     noise_key: tuple[int | str, ...]
     seed: int
+    rolls_out: bool = False
 
     def micro_batch(
         self, latents: Tensor, text: Text, empty: Text, dropout: float, device: torch.device
@@ -236,8 +261,8 @@ class Draw:
         generator = generator_of(*self.noise_key)
         noise = torch.randn(latents.shape, generator=generator)
         dropped = torch.rand(len(latents), generator=generator) < dropout
-        made = MicroBatch(latents, noise, text, self.timestep, self.seed, self.exploration, self.before).to(device)
-        return made.with_empty(dropped.to(device), empty)
+        how = (self.timestep, self.seed, self.exploration, self.before, self.rolls_out)
+        return MicroBatch(latents, noise, text, *how).to(device).with_empty(dropped.to(device), empty)
 
 
 def draw_batch(
@@ -257,7 +282,8 @@ def draw_batch(
             before = Before(process.earlier(timestep, ago / reuse.steps, tokens[index]), float(ago))
         explore = exploration(now, recipe.temperatures, step, step / max(1, recipe.steps - 1), index, ratios[index])
         drawn = seed_of(seed, "method", step, index)
-        draws.append(Draw(timestep, explore, before, (seed, "noise", step, index), drawn))
+        rolls_out = float(torch.rand((), generator=generator_of(seed, "rollout", step, index))) < sampling.rollout
+        draws.append(Draw(timestep, explore, before, (seed, "noise", step, index), drawn, rolls_out))
     return draws
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shiva.checkpoint import write_image
 from shiva.core.context import Earlier, Exploration, Recording
 from shiva.ops.losses import normalized_distance
 from shiva.ops.schedule import RatioSchedule
@@ -22,8 +21,16 @@ from shiva.training.call import Record, as_trained, at_keep, call, dense, first_
 from shiva.training.family import Family
 from shiva.training.feed import Items
 from shiva.training.log import grid_of, heat_map
-from shiva.training.noise import Before, MicroBatch, NoiseProcess, generator_of, seed_of
-from shiva.training.sections import Reuse, Validation
+from shiva.training.noise import (
+    Before,
+    FlowMatching,
+    MicroBatch,
+    NoiseProcess,
+    generator_of,
+    noise_process,
+    seed_of,
+)
+from shiva.training.sections import Reuse, Sampling, Validation
 
 
 @dataclass(frozen=True)
@@ -56,10 +63,25 @@ class Objectives:
     def call(self, batch: MicroBatch, **how: Any) -> tuple[Tensor, Record]:
         """The transformer's prediction (B, C, h, w), and the record of its call; `how` as in `call.call`."""
         dtype: torch.dtype = self.family.transformer.dtype
-        noisy = self.process.mix(batch.latents.float(), batch.noise.float(), batch.timestep)
+        noisy = batch.reached
+        if noisy is None:
+            noisy = self.process.mix(batch.latents.float(), batch.noise.float(), batch.timestep)
         text = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.text.items()}
         output, record = call(self.session, self.family.call(noisy.to(dtype), batch.timestep, text), **how)
         return self.family.prediction(output, noisy).float(), record
+
+    @torch.no_grad()
+    def rolled_out(self, batch: MicroBatch) -> MicroBatch:
+        """The batch where the reduced model's own run from its noise brings it, if that is asked for."""
+        if not batch.rolls_out or not isinstance(self.process, FlowMatching):
+            return batch
+        here = batch.noise.float()
+        torch.manual_seed(batch.seed)
+        for now, following in self.process.way_to(batch.timestep):
+            standing = replace(batch, timestep=now, reached=here)
+            prediction, _ = self.call(standing, explore=batch.exploration)
+            here = self.process.advance(here, prediction, now, following)
+        return replace(batch, reached=here)
 
     def forward(self, batch: MicroBatch) -> Tensor:
         return self.call(batch)[0]
@@ -88,14 +110,22 @@ class Objectives:
 
     def losses(self, batch: MicroBatch) -> tuple[dict[str, Tensor], float]:
         """Each loss of the reduced pass, not yet weighed; and the share of tokens it ran on."""
+        batch = self.rolled_out(batch)
         teaching = self.teach(batch) if self.needs_teacher else None
         prediction, record = self.learn(batch, teaching)
-        losses = {"diffusion": self.diffusion(prediction, batch)}
+        rolled = batch.reached is not None  # from where no target is known; all have the same names, as ranks add them
+        losses = {"diffusion": prediction.new_zeros(()) if rolled else self.diffusion(prediction, batch)}
         if teaching is not None:
             losses["output"] = F.mse_loss(prediction, teaching.prediction)
             for layer, taught in teaching.recording.outputs.items():
-                distance = normalized_distance(record.recording.outputs[layer], taught)
-                losses["distill"] = losses.get("distill", 0.0) + distance
+                learned = record.recording.outputs[layer]
+                if learned.shape != taught.shape:
+                    raise ValueError(
+                        f"distill.every={self.distill_every} compares the tokens after block {layer}, of which "
+                        f"{trained(self.session)} has {learned.shape[1]} and the dense model {taught.shape[1]}; set "
+                        "weights.distill=0, or another distill.every"
+                    )
+                losses["distill"] = losses.get("distill", 0.0) + normalized_distance(learned, taught)
         return {**losses, **record.losses}, record.keep
 
     def diffusion(self, prediction: Tensor, batch: MicroBatch) -> Tensor:
@@ -107,7 +137,7 @@ class Objectives:
     ) -> tuple[dict[str, Tensor], float]:
         """Accumulate the gradients of this micro-batch's `share` of the loss; the losses, detached, and the keep."""
         losses, keep = self.losses(batch)
-        total = sum(self.weights.get(name, 1.0) * loss for name, loss in losses.items())
+        total = sum(self.weights.get(name, 1.0) * loss for name, loss in losses.items() if self.weights.get(name, 1.0))
         assert isinstance(total, Tensor)
         backward(total * share)
         if self.weights["complete"]:
@@ -204,18 +234,18 @@ class Validator:
         cosine = F.cosine_similarity(reduced.flatten(1), taught.flatten(1))
         return float(F.mse_loss(reduced, taught)), float(cosine.mean())
 
-    def pictures(self, folder: Path, step: int) -> None:
-        """The schedule's heat map, and a grid: dense above, reduced below."""
-        session = self.objectives.session
+    def pictures(self) -> dict[str, Any]:
+        """The schedule's heat map, and a grid of samples: dense above, reduced below."""
+        session, made = self.objectives.session, {}
         with as_trained(session):
             schedule = getattr(session.method, "schedule", None)
             if isinstance(schedule, RatioSchedule):
-                picture = heat_map(schedule.ratios(), schedule.timesteps)
-                write_image(folder / f"schedule-{step:08d}.png", picture)
+                made["schedule"] = heat_map(schedule.ratios(), schedule.timesteps)
             if self.options.images > 0:
                 with dense(session):
                     above = self._draw()
-                write_image(folder / f"samples-{step:08d}.png", grid_of([above, self._draw()]))
+                made["samples"] = grid_of([above, self._draw()])
+        return made
 
     def _draw(self) -> list[Any]:
         family, pictures = self.objectives.family, []
@@ -227,6 +257,20 @@ class Validator:
             steps, guidance = self.options.image_steps, self.options.image_guidance
             pictures.extend(family.draw(text, size, steps, guidance, seeds, "pil"))
         return pictures
+
+
+def process_of(family: Family, sampling: Sampling, side: int) -> NoiseProcess:
+    """The noise process of a pipeline, at the levels of a run where sampling follows one."""
+    levels = () if sampling.steps is None else noise_levels(family, side, sampling.steps)
+    return noise_process(family.pipe.scheduler, sampling.density, levels)
+
+
+def noise_levels(family: Family, side: int, steps: int) -> tuple[float, ...]:
+    """The noise levels at which the steps of the pipeline's own run begin, read off such a run."""
+    family.keep_empty()
+    with untouched_scheduler(family.pipe):
+        family.draw_latents(family.empty, (side, side), steps, 0.0, [0])
+        return tuple(family.pipe.scheduler.sigmas[:steps].tolist())
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ import datetime
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from shiva.core.needs import need
+from shiva.training.recipe import Recipe
 
 
 class Interrupted(Exception):
@@ -66,17 +68,69 @@ def make_accelerator(precision: str, output: Path, wandb: str | None) -> Any:
     trackers = ["tensorboard", "wandb"] if wandb else ["tensorboard"]
     for tracker in trackers:
         need(tracker, "train")
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # or transformers loads no text encoder on other ranks
     patience = accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(days=7))
     accelerator = accelerate.Accelerator(
         mixed_precision=precision, log_with=trackers, project_dir=str(output), kwargs_handlers=[patience]
     )
     kind = accelerator.distributed_type.value
-    if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU"):
+    if kind not in ("NO", "FSDP", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU"):
         raise ValueError(
-            f"accelerate is configured for {kind}; the base weights are frozen and the trained ones small, so plain "
-            "data parallelism is used: run `accelerate config` and choose no FSDP, DeepSpeed or Megatron"
+            f"accelerate is configured for {kind}; the base weights are frozen and the trained ones small: run "
+            "`accelerate config` and choose plain data parallelism, or FSDP 2 where the base is too large for a device"
         )
     return accelerator
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """FSDP 2: each rank holds its share of the frozen weights, and gathers a block's as it runs.
+
+    Trained weights are few and stay whole on every rank, so gradients, optimizer and states are those of plain data
+    parallelism. What is sharded is called by all ranks together, or they wait for each other for ever.
+    """
+
+    ranks: int
+    device: torch.device
+    reshard_after_forward: bool
+
+    def shard(self, transformer: nn.Module, blocks: Iterable[nn.Module], whole: Iterable[nn.Parameter]) -> None:
+        """Move a frozen transformer to the device in shares, block by block, and the weights that stay `whole`."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        kept = set(whole)
+        for parameter in kept:
+            parameter.data = parameter.data.to(self.device)
+        how: Any = {"mesh": init_device_mesh(self.device.type, (self.ranks,)), "ignored_params": kept}
+        for block in blocks:
+            fully_shard(block, **how, reshard_after_forward=self.reshard_after_forward)
+        fully_shard(transformer, **how)
+
+
+def sharding_of(accelerator: Any, recipe: Recipe) -> Sharding | None:
+    """What `accelerate launch --use_fsdp` asks for; accelerate itself leaves it out on CPUs."""
+    wanted = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if not wanted or accelerator.num_processes == 1:
+        return None
+    plugin = need("accelerate", "train").FullyShardedDataParallelPlugin()
+    if plugin.fsdp_version != 2:
+        raise ValueError("accelerate is configured for FSDP 1; set fsdp_version: 2 (--fsdp_version 2)")
+    if type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy":
+        raise ValueError("fsdp_offload_params=true is not supported: weights are gathered on the device; set it false")
+    if plugin.activation_checkpointing:
+        raise ValueError("fsdp_activation_checkpointing=true: set it false and compute.gradient_checkpointing=true")
+    if recipe.sampling.rollout:
+        raise ValueError(
+            f"sampling.rollout={recipe.sampling.rollout} runs as many steps on a rank as its timestep asks for, and "
+            "all ranks of FSDP must run the same; set it to 0"
+        )
+    if recipe.data.kind == "prompts":
+        raise ValueError(
+            "data.kind=prompts draws with the whole transformer, of which FSDP leaves a rank a share; make the "
+            "latents in one process first, then set data.kind=latents"
+        )
+    return Sharding(accelerator.num_processes, accelerator.device, plugin.reshard_after_forward)
 
 
 def any_rank(flag: bool, accelerator: Any) -> bool:

@@ -43,7 +43,8 @@ class Recipe:
     validation: sections.Validation = field(default_factory=sections.Validation)
     logging: sections.Logging = field(default_factory=sections.Logging)
     start: str | None = None
-    """Folder of another run whose newest weights this one begins with: one warm-up serves several budgets."""
+    """Folder of another run whose newest weights this one begins with, so that one warm-up serves several budgets; or
+    of a checkpoint, such as `shiva fit` writes, of which it takes what fits."""
     seed: int = 0
     """All randomness derives from it and the step."""
 

@@ -167,8 +167,15 @@ class Sampling:
     """Samples in a global batch, over all ranks and accumulation steps."""
     micro_batch: Count = 1
     """Samples in one forward pass; they share a timestep, and so their token counts."""
-    density: Literal["uniform", "scheduler", "logit-normal"] = "scheduler"
-    """Timesteps are uniform in t (as in the paper), spaced as the scheduler's steps, or logit-normal."""
+    density: Literal["uniform", "scheduler", "logit-normal", "run"] = "scheduler"
+    """Timesteps are uniform in t (as in the paper), spaced as the scheduler's steps, logit-normal, or just those at
+    which a run of `steps` stands: for distilled models, which are used at no others."""
+    steps: Count | None = None
+    """Steps of that run."""
+    rollout: Share = 0.0
+    """With `density: run`, the share of micro-batches that stand where the reduced model's own run from noise brings
+    them, so that the errors of earlier steps are learned too. For models that run without guidance; there the dense
+    prediction is the target (weights output and distill), as no data knows such a state."""
     ratio_min: Ratio = 0.2
     """Smallest ratio of router warm-up; the paper gives no value."""
     ratio_max: Ratio = 0.9
@@ -179,13 +186,15 @@ class Sampling:
     """Share of captions replaced by the empty prompt."""
 
     def check(self) -> None:
+        if (self.density == "run") != (self.steps is not None):
+            raise ValueError(f"sampling.density={self.density} with steps={self.steps}; give both `run` and `steps`")
+        if self.rollout and self.density != "run":
+            raise ValueError(f"sampling.rollout={self.rollout} goes along a run; set density: run, and its steps")
         if self.ratio_min > self.ratio_max:
-            raise ValueError(
-                f"sampling.ratio_min={self.ratio_min} is above ratio_max={self.ratio_max}; exchange the two"
-            )
+            raise ValueError(f"sampling.ratio_min={self.ratio_min} is above ratio_max={self.ratio_max}; exchange them")
         if self.batch % self.micro_batch:
             raise ValueError(
-                f"sampling.batch={self.batch} is not a multiple of micro_batch={self.micro_batch}; make it one"
+                f"sampling.batch={self.batch} is not a multiple of micro_batch={self.micro_batch}; mend it"
             )
 
     @property

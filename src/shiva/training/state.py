@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from shiva.checkpoint import write_atomically
+from shiva.checkpoint import CONFIG_FILE, ShivaCheckpoint, write_atomically
 from shiva.core.options import Whole, build, fitted
 from shiva.core.trainable import Trainable
 from shiva.files import read_json, read_tensors, to_json
@@ -98,7 +98,15 @@ def clean(output: Path, *, fresh: bool = False) -> None:
 
 
 def remove(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    """A file, or a folder: first under a name that `clean` knows, so that a kill leaves no part of it."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    going = path if TEMPORARY.fullmatch(path.name) else path.with_name(f".writing-gone-{path.name}")
+    if going is not path:
+        shutil.rmtree(going, ignore_errors=True)
+        os.rename(path, going)
+    shutil.rmtree(going, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -126,7 +134,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def save_state(root: Path, state: State, keep: int) -> Path:
-    """Write a state's folder; drop the oldest beyond `keep`, and later ones: the run went on from before them."""
+    """Write a state's folder, and prune the others."""
     folder, buffer = root / f"step-{state.step:08d}", io.BytesIO()
     torch.save(state.optimizer, buffer)
     tensors = {"method": state.method, "tables": state.tables, "adapter": state.adapter}
@@ -137,11 +145,16 @@ def save_state(root: Path, state: State, keep: int) -> Path:
     with written_whole(folder) as temporary:
         for name, data in files.items():
             write_atomically(temporary / name, data)
-    known = checkpoints(root)
+    prune(folder, keep)
+    return folder
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Drop the oldest states beyond `keep` up to this one, and all later: the run goes on from here."""
+    known = checkpoints(folder.parent)
     place = known.index(folder) + 1
     for other in (*known[: max(0, place - keep)], *known[place:]):
         remove(other)
-    return folder
 
 
 def checkpoints(root: Path) -> list[Path]:
@@ -224,6 +237,28 @@ def weights_for(method: Trainable, state: State, budget: float | None) -> dict[s
                 "or other router or policy options, make them the same"
             )
     return {name: state.method[name] for name in learned}
+
+
+def start_from_checkpoint(method: Trainable, folder: Path) -> list[str]:
+    """Give a method the weights that a checkpoint has for it, such as a fitted shortcut; their names.
+
+    A policy stays behind: it was meant for another budget.
+    """
+    if not (folder / CONFIG_FILE).is_file():
+        raise FileNotFoundError(
+            f"start: {folder} holds neither states/step-* nor {CONFIG_FILE}; give the folder of a `shiva train` run, "
+            "of a checkpoint, or of a `shiva fit`"
+        )
+    policy = [id(parameter) for parameter in method.groups().get("policy", [])]
+    own = {name: weight for name, weight in method.named_parameters() if id(weight) not in policy}
+    found = ShivaCheckpoint.from_pretrained(folder).weights
+    shared = {name: found[name] for name in own if name in found}
+    other = [name for name, value in shared.items() if own[name].shape != value.shape]
+    if other or not shared:
+        lacking = f"{other[0]} of another shape" if other else "no weight"
+        raise ValueError(f"start: {folder} has {lacking} for {method}; give one of the same method and sizes")
+    method.load_state_dict({**method.state_dict(), **shared})
+    return list(shared)
 
 
 def flatten(values: Any, path: str = "") -> dict[str, Any]:

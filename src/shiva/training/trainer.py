@@ -9,27 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shiva.adapter import load_adapter
 from shiva.api import attach
-from shiva.checkpoint import ShivaCheckpoint, write_atomically
-from shiva.core.options import unknown_key
+from shiva.checkpoint import ShivaCheckpoint, write_atomically, write_image
 from shiva.files import to_json
-from shiva.training.adapter import adapter_config, adapter_parameters, adapter_state, add_adapter
+from shiva.training.adapter import RunAdapter
 from shiva.training.cache import Ranks
-from shiva.training.call import begin_batch, finish, trained
+from shiva.training.call import begin_batch, blocks_of, check_groups, finish, trained
 from shiva.training.families import load_family
 from shiva.training.feed import Loaded, load_ahead, prepare
 from shiva.training.log import Log
-from shiva.training.noise import MicroBatch, Moment, draw_batch, moment, noise_process, seed_of
-from shiva.training.objectives import NonFiniteError, Objectives, Validator, not_finite_of
+from shiva.training.noise import MicroBatch, Moment, draw_batch, moment, seed_of
+from shiva.training.objectives import NonFiniteError, Objectives, Validator, not_finite_of, process_of
 from shiva.training.process import (
     Interrupted,
     any_rank,
     choose_precision,
     make_accelerator,
     noted_signals,
+    sharding_of,
     sum_gradients,
 )
 from shiva.training.recipe import Recipe
@@ -39,7 +38,9 @@ from shiva.training.state import (
     clean,
     locked,
     newest_state,
+    prune,
     save_state,
+    start_from_checkpoint,
     weights_for,
     written_whole,
 )
@@ -62,8 +63,8 @@ class Trainer:
                 f"a global batch of {self.micro_batches} micro-batches cannot be shared by {self.world} ranks; "
                 "change sampling.batch or sampling.micro_batch"
             )
+        self.sharding = sharding_of(self.accelerator, recipe)
         self.log = Log(output, self.accelerator, recipe)
-        self.adapter: dict[str, Any] | None = None
         self.groups: dict[str, list[nn.Parameter]] = {}
         self.optimizer: Any = None
         self.step = 0
@@ -90,36 +91,38 @@ class Trainer:
             elif self.recipe.start is not None:
                 self.start_from(Path(self.recipe.start))
             self.log.begin(self.step)
-            try:
+            with contextlib.closing(self.log):
                 with noted_signals() as signals:
                     self.train(signals)
                 if self.main:
                     self.export()
                 self.accelerator.wait_for_everyone()
-            finally:
-                self.log.close()
         return self.final
 
     def prepare(self) -> None:
         """Load the pipeline, attach the method, open the data."""
         recipe = self.recipe
-        self.family = load_family(recipe.model, self.device, DTYPES[self.accelerator.mixed_precision])
-        ranks = Ranks(self.rank, self.world, self.accelerator.wait_for_everyone)
-        self.prepared = prepare(recipe, self.family, self.output, ranks, self.log.preparing)
-        if recipe.data.kind == "latents" or recipe.data.cache is not None:
-            self.family.drop_text_encoders()
+        self.family = load_family(recipe.model, DTYPES[self.accelerator.mixed_precision])
         torch.manual_seed(seed_of(recipe.seed, "method"))
         self.session = attach(self.family.pipe, recipe.method_config())
         self.method = trained(self.session)
-        self.method.train().requires_grad_(False)
-        known = {*self.method.groups(), "adapter"}
-        for stage in recipe.stages:
-            for name in set(stage.trains) - known:
-                raise ValueError(unknown_key(name, known, f"stage {stage.name!r} of {self.method}"))
+        self.adapter = RunAdapter(self.session, recipe.adapter, seed_of(recipe.seed, "adapter"))
+        check_groups(self.method, recipe.stages)
         transformer: Any = self.session.transformer
         if recipe.compute.gradient_checkpointing:
             transformer.enable_gradient_checkpointing()
-        process = noise_process(self.family.pipe.scheduler, recipe.sampling.density)
+        if self.sharding is not None:
+            self.adapter.put_in()  # later its layers would be made from shares of weights
+            self.sharding.shard(transformer, blocks_of(self.session).values(), self.adapter.parameters())
+        self.family.pipe.to(self.device)
+        self.method.to(self.device).train().requires_grad_(False)
+        ranks = Ranks(self.rank, self.world, self.accelerator.wait_for_everyone)
+        with self.session.disabled():
+            self.prepared = prepare(recipe, self.family, self.output, ranks, self.log.preparing)
+        if recipe.data.kind == "latents" or recipe.data.cache is not None:
+            self.family.drop_text_encoders()
+        with self.session.disabled():
+            process = process_of(self.family, recipe.sampling, recipe.data.resolution)
         self.objectives = Objectives(self.session, self.family, process, recipe.weights, recipe.distill.every)
         measured = (self.prepared.held_out, self.prepared.held_out_indices, recipe.validation, recipe.reuse)
         self.validator = Validator(self.objectives, *measured, recipe.seed, self.device)
@@ -127,9 +130,11 @@ class Trainer:
     def restore(self, folder: Path, state: State) -> None:
         """Take up a saved state; its optimizer, if the coming step is of the same stage."""
         self.newest, self.step = folder, state.step
+        if self.main:
+            prune(folder, self.recipe.checkpoints.keep)
         self.method.load_state_dict(state.method)
         self.method.load_tables(state.tables)
-        self.load_adapter(state)
+        self.adapter.load(state.adapter)
         now = moment(self.recipe.stages, self.step)
         if now is not None and now.step > 0:
             self.enter(now)
@@ -137,13 +142,15 @@ class Trainer:
         self.log.say(f"continuing {self.newest} at step {self.step} of {self.recipe.steps}")
 
     def start_from(self, run: Path) -> None:
-        """Begin with what another run has learned."""
+        """Begin with what another run has learned, or a checkpoint holds."""
         found = newest_state(run, self.log.say)
         if found is None:
-            raise FileNotFoundError(f"start: {run} holds no states/step-*; give the folder of a `shiva train` run")
+            names = start_from_checkpoint(self.method, run)
+            self.log.say(f"starting with {', '.join(sorted({name.partition('.')[0] for name in names}))} of {run}")
+            return
         state = found[1]
         self.method.load_state_dict(weights_for(self.method, state, self.recipe.method.get("budget")), strict=False)
-        self.load_adapter(state)
+        self.adapter.load(state.adapter)
         self.log.say(f"starting with the weights of {run} at its step {state.step}")
 
     def train(self, signals: list[int]) -> None:
@@ -176,25 +183,12 @@ class Trainer:
 
     # -- a stage -------------------------------------------------------------------------------------
 
-    def inject_adapter(self) -> None:
-        if self.adapter is None:
-            options, transformer = self.recipe.adapter, self.session.transformer
-            shape = (options.rank, options.alpha, options.dora)
-            self.adapter = adapter_config(transformer, self.session.backbone, *shape)
-            add_adapter(transformer, self.adapter, seed_of(self.recipe.seed, "adapter"))
-            self.session.rehook()
-
-    def load_adapter(self, state: State) -> None:
-        if state.adapter:
-            self.inject_adapter()
-            load_adapter(self.session.transformer, state.adapter)
-
     def enter(self, now: Moment) -> None:
         """Freeze everything but the stage's groups, and give them a fresh optimizer."""
         stage, rates = now.stage, self.recipe.optimizer
         if "adapter" in stage.trains:
-            self.inject_adapter()
-        known = {**self.method.groups(), "adapter": adapter_parameters(self.session.transformer)}
+            self.adapter.switch_on()
+        known = {**self.method.groups(), "adapter": self.adapter.parameters()}
         self.method.requires_grad_(False)
         self.session.transformer.requires_grad_(False)
         self.groups = {name: known[name] for name in stage.trains}
@@ -203,7 +197,7 @@ class Trainer:
         parts = [{"params": params, "lr": rates.rate(name), "name": name} for name, params in self.groups.items()]
         self.accelerator.free_memory()
         adamw = torch.optim.AdamW(parts, betas=rates.betas, weight_decay=rates.weight_decay)
-        self.optimizer = self.accelerator.prepare(adamw)
+        self.optimizer = self.accelerator.prepare_optimizer(adamw)
 
     def trained(self) -> list[nn.Parameter]:
         return [parameter for group in self.groups.values() for parameter in group]
@@ -215,8 +209,8 @@ class Trainer:
         recipe, count = self.recipe, self.micro_batches
         tokens = [self.family.tokens(ref.grid) for ref in loaded.refs]
         draws = draw_batch(recipe, self.objectives.process, now, self.step, tokens, self.method.needs_earlier)
-        seed = seed_of(recipe.seed, "batch", self.step)
-        begin_batch(self.session, draws[0].exploration, [draw.timestep for draw in draws], seed)
+        timesteps, seed = [draw.timestep for draw in draws], seed_of(recipe.seed, "batch", self.step)
+        begin_batch(self.session, draws[0].exploration, timesteps, seed)
 
         def micro_batch(index: int) -> MicroBatch:
             latents, text = self.prepared.feed.encode(loaded.mine[index].result())
@@ -233,17 +227,18 @@ class Trainer:
                 raise self.not_finite(batch, error) from error
             totals.append(losses)
             kept += keep / count
-        for index, loss in zip(loaded.mine, torch.stack([t["loss"] for t in totals]).tolist(), strict=True):
-            if not math.isfinite(loss):
-                raise self.not_finite(micro_batch(index))
         names = sorted(totals[0])
         means = torch.stack([torch.stack([t[name].float() for t in totals]).sum() for name in names])
         means = torch.cat([means / count, means.new_tensor([kept])])
         if self.world > 1:
             means = self.accelerator.reduce(means, "sum")
+        numbers = dict(zip([*names, "keep"], means.tolist(), strict=True))
+        if not math.isfinite(numbers["loss"]):  # on every rank, wherever it came from
+            own = (i for i, t in zip(loaded.mine, totals, strict=True) if not t["loss"].isfinite())
+            raise self.not_finite(micro_batch(next(own, min(loaded.mine))))
+        if self.world > 1:
             sum_gradients(self.trained(), self.accelerator)
         norm = self.update(now)
-        numbers = dict(zip([*names, "keep"], means.tolist(), strict=True))
         return {**numbers, "gradient": norm, **self.method.readings()}
 
     def update(self, now: Moment) -> float:
@@ -251,7 +246,8 @@ class Trainer:
         factor = now.stage.rate_factor(now.step)
         for part in self.optimizer.param_groups:
             part["lr"] = self.recipe.optimizer.rate(part["name"]) * factor
-        norm = float(self.accelerator.clip_grad_norm_(self.trained(), self.recipe.optimizer.clip or math.inf))
+        self.accelerator.unscale_gradients()
+        norm = float(nn.utils.clip_grad_norm_(self.trained(), self.recipe.optimizer.clip or math.inf))
         if not math.isfinite(norm) and self.accelerator.scaler is None:
             raise NonFiniteError(f"the gradient of {not_finite_of(self.groups)} is not finite", self.step, self.newest)
         self.optimizer.step()
@@ -260,30 +256,31 @@ class Trainer:
 
     def not_finite(self, batch: MicroBatch, error: ValueError | None = None) -> Exception:
         """What to raise: where values stopped being finite, or the error itself if they did not."""
-        with self.accelerator.autocast():
-            where = self.objectives.diagnose(batch)
+        with self.accelerator.autocast():  # one rank alone cannot run what is sharded
+            where = self.objectives.diagnose(batch) if self.sharding is None else None
         if where is None and error is not None:
             return error
         return NonFiniteError(where or "the loss is not finite", self.step, self.newest)
 
     # -- files ---------------------------------------------------------------------------------------
 
-    def adapter_weights(self) -> dict[str, Tensor] | None:
-        return None if self.adapter is None else adapter_state(self.session.transformer)
-
     def save(self, now: Moment, loss: float) -> None:
         if self.main:
             method = {name: t.detach().cpu().contiguous() for name, t in self.method.state_dict().items()}
-            learned = (method, self.method.tables(), self.optimizer.state_dict(), self.adapter_weights() or {})
+            learned = (method, self.method.tables(), self.optimizer.state_dict(), self.adapter.weights())
             state = State(self.step, now.stage.name, self.recipe.to_dict(), *learned, loss)
             self.newest = save_state(self.output / "states", state, self.recipe.checkpoints.keep)
         self.accelerator.wait_for_everyone()
 
     def validate(self) -> None:
-        if self.main:
+        """By the main process, and by all where they hold a share of the weights each; the record is last."""
+        if self.main or self.sharding is not None:
             with self.accelerator.autocast():
-                self.log.validation(self.step, self.validator.measure())
-                self.validator.pictures(self.output / "pictures", self.step)
+                measured, pictures = self.validator.measure(), self.validator.pictures()
+        if self.main:
+            for name, picture in pictures.items():
+                write_image(self.output / "pictures" / f"{name}-{self.step:08d}.png", picture)
+            self.log.validation(self.step, measured)
         self.accelerator.wait_for_everyone()
 
     def export(self) -> None:
@@ -293,8 +290,8 @@ class Trainer:
             self.method,
             base_model=self.recipe.model.path,
             budget=getattr(self.method.config, "budget", None),
-            adapter_config=self.adapter,
-            adapter_weights=self.adapter_weights(),
+            adapter_config=self.adapter.config if self.adapter.on else None,
+            adapter_weights=self.adapter.weights() or None,
         )
         write_atomically(self.output / "metrics.json", to_json(self.log.summary(self.method)))
         with written_whole(self.final) as temporary:

@@ -36,8 +36,8 @@ def family_of(pipe: Any, text_length: int | None = None, guidance: float = 3.5) 
     return FAMILIES[name](pipe, text_length, guidance)
 
 
-def load_family(model: Model, device: torch.device, dtype: torch.dtype) -> Family:
-    """The pipeline on the device, everything frozen."""
+def load_family(model: Model, dtype: torch.dtype) -> Family:
+    """The pipeline in main memory, everything frozen."""
     from diffusers import DiffusionPipeline
 
     if model.path.startswith((".", "/")) and not Path(model.path).is_dir():
@@ -49,7 +49,6 @@ def load_family(model: Model, device: torch.device, dtype: torch.dtype) -> Famil
             raise ValueError(f"model.without: {unknown_key(name, index, 'the pipeline')}")
         absent[name] = None
     pipe = DiffusionPipeline.from_pretrained(model.path, revision=model.revision, dtype=dtype, **absent)
-    pipe.to(device)
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
             part.requires_grad_(False).eval()

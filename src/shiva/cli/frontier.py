@@ -1,0 +1,188 @@
+"""`shiva frontier`: for a share of the time, what to do to a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shiva.cli.terminal import Device, Dtype, Output, Record, Threads, folder_of, numbers, progress_line, use_threads
+
+if TYPE_CHECKING:
+    from shiva.evaluate.candidates import Candidate
+    from shiva.evaluate.prompts import PromptSet
+
+FITTED = "Lattice"
+
+
+def frontier(
+    model: Annotated[str, typer.Argument(help="Folder or hub id of a diffusers pipeline")],
+    prompts: Annotated[
+        str, typer.Option(help="A prompt set (txt, csv, tsv, json, parquet), or how many of our own")
+    ] = "6",
+    limit: Annotated[int, typer.Option(min=1, help="Prompts taken of a file, evenly spaced over it")] = 6,
+    steps: Annotated[int, typer.Option(min=2, help="Denoising steps, as the model is used now")] = 28,
+    guidance: Annotated[float, typer.Option(help="Guidance scale; 1 for none")] = 4.5,
+    solver: Annotated[
+        str, typer.Option(help="Of the dense run: own; even, its steps evenly spaced; multistep, of second order")
+    ] = "own",
+    methods: Annotated[
+        str, typer.Option(help="What drops tokens: methods' names and checkpoints' folders, separated by commas")
+    ] = "Sweep,Lattice",
+    budgets: Annotated[str, typer.Option(help="Shares of tokens that each of them keeps")] = "0.6,0.4,0.25",
+    fewer: Annotated[str | None, typer.Option(help="Fewer steps, such as 12,8; else 3/4, 1/2, 3/8 and 1/4")] = None,
+    caches: Annotated[
+        str, typer.Option(help="Step caches to compare with; empty for none")
+    ] = "MagCache,FirstBlockCache,TaylorSeer,DBCache",
+    fit: Annotated[
+        int, typer.Option(min=0, help="Prompts that Lattice is fitted on first; 0 leaves it unfitted")
+    ] = 24,
+    output: Output = None,
+    record: Record = False,
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas")] = "0",
+    height: Annotated[int | None, typer.Option(min=1, help="Image height in pixels; else the model's own")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Image width in pixels")] = None,
+    metrics: Annotated[
+        str | None, typer.Option(help="Metrics by name, separated by commas; else all there are")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=0, help="Turns of the time measurement; 0 compares FLOPs alone")] = 3,
+    threads: Threads = None,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+) -> None:
+    """For half the time, what do I do to my model? Fewer steps, a better solver, a step cache, or fewer tokens.
+
+    Draws the prompts in each of these ways, and measures true FLOPs, time (all in turns), peak memory, and how near
+    the images are to the dense run and to a converged one. Ends with a table, a figure, and a sentence each for 50 %
+    and for 35 % of the time. A run that was killed goes on where it was: give the same command again.
+    """
+    import functools
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from shiva.bench.table import publish
+    from shiva.evaluate import frontier as measuring
+    from shiva.evaluate.candidates import Candidates, fingerprint
+    from shiva.evaluate.drawing import check_device, hints, load_pipeline, quiet
+    from shiva.evaluate.evaluation import Evaluation
+    from shiva.evaluate.images import Settings
+    from shiva.evaluate.metrics import Tools, chosen
+    from shiva.evaluate.rivals import CacheName, Solver, solving
+    from shiva.evaluate.workers import Workers
+    from shiva.show.frontier import draw_frontier
+
+    folder = folder_of(output, record, f"frontier/{Path(model).name}-{steps}")
+    shares, fewer_steps = numbers("--budgets", budgets), numbers("--fewer", fewer or "", int) or measuring.fewer(steps)
+    wrong = [n for n in fewer_steps if not 0 < n < steps]
+    if wrong:
+        raise ValueError(f"--fewer {wrong[0]} is not fewer than --steps {steps}; pass numbers from 1 to {steps - 1}")
+    wanted_caches, base = known("--caches", caches, CacheName), known("--solver", solver, Solver)[0]
+    pruned: dict[str, Candidate] = {}
+    for method in filter(None, methods.split(",")):
+        pruned |= measuring.budgeted(method, shares)
+    use_threads(threads)
+    quiet()
+    workers = Workers(check_device(device))
+    without, arguments = hints(model)
+    pipe = functools.cache(lambda: load_pipeline(model, dtype, without).to(workers.device))
+    drawn, others = prompt_sets(pipe, prompts, limit, fit)
+    settings = Settings(
+        model=model,
+        weights=fingerprint(Path(model)),
+        steps=steps,
+        guidance=guidance,
+        height=height,
+        width=width,
+        dtype=dtype,
+        without=without,
+        arguments=arguments,
+    )
+    tools = Tools(pipe=pipe, score=Path(model) / "score", device=workers.device)
+    console = Console(width=None if Console().is_terminal else 180)
+    with progress_line() as progress:
+        if fit and any(name.startswith(FITTED) for name in pruned):
+            sizes = {name: value for name, value in (("height", height), ("width", width)) if value is not None}
+            with solving(pipe(), base):
+                pruned = with_fit(pruned, folder, pipe(), settings, others, {**arguments, **sizes}, progress)
+        evaluation = Evaluation(
+            candidates=Candidates(measuring.make_grid(steps, fewer_steps, pruned, wanted_caches, base)),
+            folder=folder,
+            settings=settings,
+            prompts=drawn,
+            held_out=None,
+            metrics=[m for m in chosen(metrics and metrics.split(","), tools) if m.needs != "dense"],
+            tools=tools,
+            workers=workers,
+            pipe=pipe,
+            seeds=numbers("--seeds", seeds, int),
+            rounds=rounds,
+            progress=progress,
+        )
+        points, absent = measuring.measure(evaluation)
+    told = measuring.advice(points)
+    table = measuring.table_of(evaluation, points, absent)
+    about = {**asdict(settings), "seeds": list(evaluation.seeds), "prompts": drawn.texts, "fit": fit, "solver": base}
+    results = measuring.document(points, told, absent)
+    publish("frontier", folder, [table], results, about, draw_frontier, console)
+    for sentence in told:
+        console.print(f"[bold]{sentence}[/]", highlight=False)
+
+
+def known(option: str, text: str, kind: Any) -> list[Any]:
+    """Names between commas, each one of a Literal's."""
+    from typing import get_args
+
+    from shiva.core.options import choice
+
+    return [choice(option, name, get_args(kind)) for name in filter(None, text.split(","))]
+
+
+def prompt_sets(pipe: Any, prompts: str, limit: int, fit: int) -> tuple[PromptSet, list[str]]:
+    """What is drawn, and other prompts, which a fit may see."""
+    from shiva.cli.fit import texts_of
+    from shiva.evaluate.prompts import Prompt, PromptSet, read_prompts
+
+    if prompts.isdecimal():
+        count = int(prompts)
+        texts = texts_of(pipe(), str(count + max(fit, 2)), 0)
+        drawn = PromptSet("everyday prompts", tuple(Prompt(text) for text in texts[:count]))
+    else:
+        known = read_prompts(Path(prompts))
+        drawn = known.limited(limit)
+        texts = known.limited(len(drawn) + fit).texts
+    others = [text for text in texts if text not in drawn.texts][:fit]
+    return drawn, others if len(others) >= min(fit, 2) else texts_of(pipe(), str(max(fit, 2)), 0)
+
+
+def with_fit(
+    pruned: dict[str, Candidate],
+    folder: Path,
+    pipe: Any,
+    settings: Any,
+    others: list[str],
+    arguments: dict[str, Any],
+    progress: Any,
+) -> dict[str, Candidate]:
+    """Lattice from a fit on other prompts, which is kept in the folder, and as one that attends to all."""
+    import dataclasses
+
+    from shiva.evaluate.costs import read_cache, write_cache
+    from shiva.fitting import fit as fit_pipeline
+
+    target, key = folder / "fitted", repr((dataclasses.asdict(settings), others))
+    if read_cache(target / "key.json", key) is None:
+        how: dict[str, Any] = {"steps": (settings.steps,), "guidance": settings.guidance, "seed": 1}
+        fitted = fit_pipeline(pipe, others, progress=progress, arguments=arguments, **how)
+        fitted.checkpoint(settings.model).save_pretrained(target)
+        write_cache(target / "key.json", key, True)
+    found = {}
+    for name, way in pruned.items():
+        if way.method != FITTED:
+            found[name] = way
+            continue
+        found[name] = dataclasses.replace(way, method=None, checkpoint=str(target))
+        both = {**way.options, "attends": "all"}
+        found[name.replace(FITTED, f"{FITTED} all")] = dataclasses.replace(found[name], options=both)
+    return found

@@ -1,0 +1,242 @@
+"""For a share of the time, what to do to a model: steps x tokens x caches on one plane, and the front they draw."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from shiva.bench.table import Table
+from shiva.evaluate.candidates import DENSE, Candidate, method_named
+from shiva.evaluate.evaluation import Evaluation
+from shiva.evaluate.metrics.pixels import IDENTICAL, paired, psnr
+from shiva.evaluate.rivals import DEFAULTS, CacheName, Solver
+
+T = TypeVar("T")
+CONVERGED = "converged"
+SHARES = (0.5, 0.35)
+"""Of the dense run's time, that advice is given for."""
+SLACK = 0.02
+"""By which a share of the time may be missed: times stray by as much."""
+SETTINGS: dict[CacheName, tuple[float, ...]] = {
+    "MagCache": (DEFAULTS["MagCache"], 0.3),
+    "FirstBlockCache": (DEFAULTS["FirstBlockCache"], 0.15),
+    "TaylorSeer": (2, 3),
+    "DBCache": (0.2, 0.5),
+}
+"""Of each cache: near its default, and stronger."""
+Kind = Literal["dense", "fewer steps", "even steps", "multistep", "cache", "tokens"]
+
+
+# -- the grid --------------------------------------------------------------------------------------------
+
+
+def fewer(steps: int) -> tuple[int, ...]:
+    """Numbers of steps below a run's: three quarters, a half, three eighths and a quarter of them."""
+    counts = {round(share * steps) for share in (0.75, 0.5, 0.375, 0.25)}
+    return tuple(sorted((count for count in counts if 0 < count < steps), reverse=True))
+
+
+def converged(steps: int) -> int:
+    """Steps of a run that more of them would hardly change."""
+    return max(100, 4 * steps)
+
+
+def budgeted(method: str, budgets: Sequence[float]) -> dict[str, Candidate]:
+    """A method, or a checkpoint's folder, at several shares of the tokens; as it is if it has no such knob."""
+    trained = Path(method).is_dir()
+    given: dict[str, Any] = {"checkpoint": method} if trained else {"method": method}
+    knob = "budget" if trained else method_named(method).knob
+    name = Path(method).name if trained else method
+    if knob not in ("budget", "keep"):
+        return {name: Candidate(**given)}
+    return {f"{name} {budget:g}": Candidate(**given, options={knob: budget}) for budget in budgets}
+
+
+def make_grid(
+    steps: int,
+    fewer_steps: Sequence[int],
+    pruned: Mapping[str, Candidate],
+    caches: Sequence[CacheName],
+    solver: Solver = "own",
+) -> dict[str, Candidate]:
+    """Steps x solvers, caches x settings, and what drops tokens: at all steps, and at fewer of a better solver.
+
+    `solver` is that of the dense run, and of all that does not say another.
+    """
+    found = {DENSE: Candidate(solver=solver), CONVERGED: Candidate(steps=converged(steps), solver=solver)}
+    found |= {f"{n} step{'s' * (n > 1)}": Candidate(steps=n, solver=solver) for n in fewer_steps}
+    others: list[Solver] = [other for other in get_args(Solver) if other not in ("own", solver)]
+    found |= {f"{n} {other}": Candidate(steps=n, solver=other) for other in others for n in (steps, *fewer_steps)}
+    found |= {f"{c} {at:g}": Candidate(cache=c, setting=at, solver=solver) for c in caches for at in SETTINGS[c]}
+    found |= {name: dataclasses.replace(way, solver=solver) for name, way in pruned.items()}
+    for n in fewer_steps[:1]:
+        for name, way in pruned.items():
+            found[f"{name}, {n} multistep"] = dataclasses.replace(way, steps=n, solver="multistep")
+    return found
+
+
+def kind_of(candidate: Candidate, dense: Candidate) -> Kind:
+    if candidate.method is not None or candidate.checkpoint is not None:
+        return "tokens"
+    if candidate.cache is not None:
+        return "cache"
+    if candidate.solver != dense.solver:
+        return "multistep" if candidate.solver == "multistep" else "even steps"
+    return "dense" if candidate.steps is None else "fewer steps"
+
+
+# -- measuring -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way to run a model, against the dense run of all steps."""
+
+    name: str
+    kind: Kind
+    steps: int
+    flops: float
+    """True FLOPs of the transformer, a method's own included, as a share of dense."""
+    time: float | None
+    """Seconds of an image as a share of dense, medians of turns; None if it was not timed."""
+    memory: float
+    """Peak memory of a run beyond the weights, as a share of dense."""
+    to_dense: float
+    """PSNR in dB to the dense run of all steps."""
+    to_converged: float
+    """PSNR in dB to the converged run."""
+    quality: dict[str, float] = field(default_factory=dict)
+    """Metrics that do not ask for the same image as dense, by name."""
+
+    @property
+    def cost(self) -> float:
+        return self.flops if self.time is None else self.time
+
+
+def measure(evaluation: Evaluation) -> tuple[list[Point], dict[str, str]]:
+    """Every candidate that can run here, and why the others cannot. What was measured before is read, not made."""
+    run, grid = evaluation.run(), evaluation.candidates.candidates
+    names = evaluation.complete(run, list(grid), evaluation.seeds)
+    absent = {name: run.skipped[name] for name in grid if name not in names}
+    if DENSE not in names or CONVERGED not in names:
+        raise ValueError(f"the dense pipeline does not run here: {absent.get(DENSE) or absent[CONVERGED]}")
+    prices = evaluation.prices(run)
+    points = []
+    timed = [name for name in names if name != CONVERGED]
+    for name in timed:
+        evaluation.progress(f"{name}: FLOPs and memory")
+        prices.spent(name)
+    seconds, untimed = evaluation.latencies(run, timed)
+    if untimed:
+        absent["time"] = untimed
+    dense = prices.spent(DENSE)
+    for name in timed:
+        spent, scores = prices.spent(name), evaluation.means(run, name, evaluation.seeds)
+        points.append(
+            Point(
+                name,
+                kind_of(grid[name], grid[DENSE]),
+                run.steps(grid[name]),
+                flops=spent.flops.true / dense.flops.true,
+                time=seconds[name].median / seconds[DENSE].median if seconds else None,
+                memory=spent.memory / max(1, dense.memory),
+                to_dense=similarity(evaluation, name, DENSE),
+                to_converged=similarity(evaluation, name, CONVERGED),
+                quality=scores,
+            )
+        )
+    return points, absent
+
+
+def similarity(evaluation: Evaluation, name: str, other: str) -> float:
+    """PSNR in dB between two candidates' images, the mean over prompts and seeds."""
+    run = evaluation.run()
+    found = [
+        paired(run.pictures(name, seed), run.pictures(other, seed), lambda a, b: psnr(a, b).clamp(max=IDENTICAL))
+        for seed in evaluation.seeds
+    ]
+    return statistics.fmean(float(values.mean()) for values in found)
+
+
+# -- what it says ----------------------------------------------------------------------------------------
+
+
+def pareto(points: Sequence[T], cost: Callable[[T], float], quality: Callable[[T], float]) -> list[T]:
+    """The points that no other beats on both axes, from the cheapest on."""
+    found: list[T] = []
+    for point in sorted(points, key=lambda p: (cost(p), -quality(p))):
+        if not found or quality(point) > quality(found[-1]):
+            found.append(point)
+    return found
+
+
+def front(points: Sequence[Point], fidelity: str = "to_dense") -> list[Point]:
+    return pareto(points, lambda point: point.cost, lambda point: getattr(point, fidelity))
+
+
+def best(points: Sequence[Point], share: float) -> Point | None:
+    """Of what costs at most a share of dense, the nearest to it."""
+    able = [point for point in points if point.cost <= share + SLACK and point.kind != "dense"]
+    return max(able, key=lambda point: point.to_dense, default=None)
+
+
+def advice(points: Sequence[Point], shares: Sequence[float] = SHARES) -> list[str]:
+    """For each share: what to use, and how far the best of the other side is behind."""
+    told = []
+    what = "FLOPs" if any(point.time is None for point in points) else "time"
+    for share in shares:
+        found = best(points, share)
+        if found is None:
+            told.append(f"for {share:.0%} of the {what} nothing here is fast enough; add fewer steps or lower budgets")
+            continue
+        others = [p for p in points if (p.kind == "tokens") != (found.kind == "tokens")]
+        second = best(others, share)
+        text = f"for {share:.0%} of the {what} use {found.name}: {found.to_dense:.1f} dB to dense"
+        text += f", {found.to_converged:.1f} to the converged run ({found.cost:.0%} of the {what})"
+        if second is not None:
+            side = "without dropping tokens" if found.kind == "tokens" else "dropping tokens"
+            text += f"; the best {side}, {second.name}, has {second.to_dense:.1f} and {second.to_converged:.1f} dB"
+        told.append(text)
+    return told
+
+
+def table_of(evaluation: Evaluation, points: Sequence[Point], absent: Mapping[str, str]) -> Table:
+    on = {point.name for point in front(points)}
+    quality = [metric for metric in evaluation.metrics if any(metric.name in point.quality for point in points)]
+    rows = [
+        {
+            "way": point.name,
+            "front": "●" if point.name in on else "",
+            "FLOPs": f"{point.flops:.0%}",
+            "time": "" if point.time is None else f"{point.time:.0%}",
+            "memory": f"{point.memory:.2f}x",
+            "to dense, dB": "" if point.kind == "dense" else f"{point.to_dense:.2f}",
+            "to converged, dB": f"{point.to_converged:.2f}",
+            **{metric.title: f"{point.quality[metric.name]:.4g}" for metric in quality},
+        }
+        for point in sorted(points, key=lambda p: -p.cost)
+    ]
+    run, left = evaluation.run(), "".join(f"; {name}: {why}" for name, why in absent.items())
+    title = f"{run.settings.steps} steps, guidance {run.settings.guidance:g}, {len(run.prompts)} prompts"
+    return Table.of(
+        f"What to do for less time: {title}",
+        rows,
+        "FLOPs, time (medians of turns) and peak memory beyond the weights as shares of dense; PSNR to the dense run "
+        f"of all steps and to {converged(run.settings.steps)} of them; front: nothing is both cheaper and nearer "
+        f"to dense{left}",
+    )
+
+
+def document(points: Sequence[Point], told: Sequence[str], absent: Mapping[str, str]) -> dict[str, Any]:
+    """For programs, and for the figure."""
+    return {
+        "points": [asdict(point) for point in points],
+        "front": [point.name for point in front(points)],
+        "front to converged": [point.name for point in front(points, "to_converged")],
+        "advice": list(told),
+        "absent": dict(absent),
+    }

@@ -1,0 +1,107 @@
+"""CoReDiT: spatial coherence-guided token pruning and reconstruction (Li et al., CVPR 2026; arXiv 2605.14191)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shiva.core.context import StepContext
+from shiva.core.layout import Layout
+from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, unify_guidance
+from shiva.core.options import Count, Positive, Share
+from shiva.core.reduction import Reduction
+from shiva.methods.tomesd import merged_share
+from shiva.ops.fill import filled
+from shiva.ops.shortcut import find_neighbours
+from shiva.ops.topk import hard_topk
+
+
+@dataclass(frozen=True)
+class CoReDiT(MethodConfig):
+    """Tokens like their neighbours skip self-attention, and are rebuilt from neighbours that did not."""
+
+    ratio: Share = 0.5
+    """Share of tokens that skip, in the middle of a run and of the model."""
+    growth: Share = 0.0
+    """How much of that share grows with the steps of a run: 1 begins at none and ends at twice as many."""
+    spread: Positive = 0.8
+    """Deviation, in tokens, of the weights of neighbours, beside their likeness."""
+    steps: Count = 28
+    """Length of the run where no scheduler tells it (a bare transformer)."""
+    guidance: Literal["per-sample", "shared"] = "per-sample"
+    """Whether each sample chooses its own tokens, or the first guidance half chooses for both."""
+
+    presets: ClassVar = {"paper": {"growth": 0.5}}
+    steps_differ: ClassVar = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        merged_share("ratio", min(1.0, self.ratio * (1 + self.growth)))
+
+    def share(self, step: int, steps: int) -> float:
+        progress = min(step / (steps - 1), 1.0) if steps > 1 else 0.5
+        return self.ratio * (1 - self.growth + 2 * self.growth * progress)
+
+    def turned(self, at: float) -> dict[str, Any]:
+        return {"ratio": 0.74 * at / (1 + self.growth)}
+
+    def build(self, spec: BackboneSpec) -> CoReDiTMethod:
+        return CoReDiTMethod(self, spec)
+
+
+def coherence(x: Tensor, layout: Layout) -> Tensor:
+    """How alike each token of x (B, N, D) is to those beside it, above and below: (B, N), in linear time."""
+    unit = F.normalize(x.float(), dim=-1).view(x.shape[0], *layout.shape, -1)
+    total, count = unit.new_zeros(unit.shape[:-1]), unit.new_zeros(unit.shape[:-1])
+    for axis, length in ((2, layout.rows), (3, layout.columns)):
+        if length > 1:
+            before, after = unit.narrow(axis, 0, length - 1), unit.narrow(axis, 1, length - 1)
+            likeness = (before * after).sum(dim=-1)
+            for start in (0, 1):
+                total.narrow(axis, start, length - 1).add_(likeness)
+                count.narrow(axis, start, length - 1).add_(1)
+    return (total / count.clamp(min=1)).flatten(1)
+
+
+def covering(scores: Tensor, layout: Layout) -> Tensor:
+    """Scores (B, N) in which the best token of each 2x2 cell comes before all others, so that all have one near."""
+    members, outside = layout.windows((2, 2))
+    members = members.to(scores.device)
+    leaders = members.expand(scores.shape[0], -1, -1).gather(2, scores[:, members].argmax(dim=2, keepdim=True))
+    first = torch.zeros_like(scores).scatter(1, leaders.squeeze(2), 1.0)
+    first[:, outside.to(scores.device)] = 1.0
+    return scores + 4 * first
+
+
+class CoReDiTMethod(Method):
+    sites = frozenset({"attention"})
+    requires = frozenset({"attention"})
+    config: CoReDiT
+
+    def __init__(self, config: CoReDiT, spec: BackboneSpec):
+        super().__init__(config, spec)
+        self.guidance = config.guidance
+
+    def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
+        steps = self.config.steps if ctx.steps is None else ctx.steps - ctx.first
+        k = ctx.tokens - int(self.config.share(ctx.step - ctx.first, steps) * ctx.tokens)
+        if k >= x.shape[1]:
+            return None
+        with ctx.phase("router"):
+            scores = unify_guidance(covering(-coherence(x, ctx.layout), ctx.layout), self.guidance, ctx)
+            indices = hard_topk(scores, k)
+        return filled(indices, x.shape[1], lambda updates: self.rebuilt(updates, indices, x, ctx))
+
+    def rebuilt(self, updates: Tensor, indices: Tensor, x: Tensor, ctx: StepContext) -> Tensor:
+        """What every token would get of the computed neighbours' updates (B, k, D), by their place and likeness."""
+        every = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
+        near = find_neighbours(indices, every, ctx.layout.shape, self.config.spread)
+        unit = F.normalize(x.float(), dim=-1)
+        chosen = unit.gather(1, indices[..., None].expand(-1, -1, x.shape[-1])).flatten(0, 1)
+        likeness = (chosen[near.rows] * unit.flatten(0, 1)[:, None]).sum(dim=-1)
+        weights = near.weights * likeness.clamp(min=1e-3)
+        return near._replace(weights=weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-12)).mean(updates)

@@ -1,0 +1,227 @@
+"""Refresh: some tokens run through all blocks but the first; the others hold what all blocks together last added.
+
+As every block has the same tokens, only the sum of a token's updates matters: one tensor (N, D) for the whole model in
+place of one a layer, beside the keys and values that the others last had. This library's own; docs/methods.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from shiva.core.context import StepContext
+from shiva.core.method import BackboneSpec, GuidancePolicy, Method, Place, Run, unify_guidance
+from shiva.core.options import Count, NotNegative, Whole
+from shiva.core.reduction import Reduction, Streams
+from shiva.core.trainable import Trainable
+from shiva.methods.counts import CountOptions, Table
+from shiva.methods.fills import CACHE_DTYPES, Key, check_layers, key_of, keys_of_all
+from shiva.methods.scores import Band
+from shiva.ops.fill import cached_updates, grow_older, with_age
+from shiva.ops.probe import FEATURES, Probe, look
+from shiva.ops.topk import hard_topk
+
+
+@dataclass(frozen=True)
+class RefreshOptions(CountOptions):
+    """Options of the methods that run the same tokens through all blocks, and hold a result of the others."""
+
+    first: Count = 1
+    """Steps at the beginning of a run that see all tokens."""
+    reset: Count | None = None
+    """Every so many steps all tokens run again; None never."""
+    age: NotNegative = 0.0
+    """Bonus of each step a token has waited, in deviations of the scores."""
+    attends: Literal["selected", "all"] = "all"
+    """What the tokens that run attend to: all, by the keys and values that the others last had, or one another."""
+    guidance: GuidancePolicy = "max"
+    """How the two guidance halves agree on tokens: the elementwise maximum of their scores, or shared."""
+    cache_dtype: Literal["same", "bfloat16", "float16"] = "same"
+    """Precision of what is held."""
+
+
+@dataclass
+class RefreshRun:
+    """What a run carries."""
+
+    keys: dict[Key, Tensor] = field(default_factory=dict)  # (B, N, D) of each projection and branch
+    totals: dict[int, Tensor] = field(default_factory=dict)  # (B, N, D) of each branch, what all blocks added
+    ages: Tensor | None = None  # (B, N)
+    seen: Tensor | None = None  # (B, N, r), what a token looked like when it last ran
+
+
+@dataclass
+class RefreshStep:
+    indices: Tensor | None = None  # (B, k); None where all tokens run
+
+
+class Refresher(Method):
+    """One choice a step, for all blocks from `leading` on. A subclass ranks, and says what is held."""
+
+    sites = frozenset({"model", "keys"})
+    config: RefreshOptions
+    new_run, new_step = RefreshRun, RefreshStep
+
+    def __init__(self, config: RefreshOptions, spec: BackboneSpec, leading: int = 0):
+        super().__init__(config, spec)
+        self.leading = leading
+        self.count = Table(config, spec, range(leading))
+        self.guidance, self.whole_keys = config.guidance, config.attends == "all"
+        self.requires = frozenset({"model", "keys"}) if self.whole_keys else frozenset({"model"})
+
+    def selects(self, site: Place) -> bool:
+        return site.kind == "keys" and self.whole_keys and site.layer >= self.leading
+
+    def dense_step(self, step: int, ctx: StepContext) -> bool:
+        since = step - ctx.first
+        return since < self.config.first or (self.config.reset is not None and since % self.config.reset == 0)
+
+    def plan(self, ctx: StepContext, timesteps: list[float] | None) -> tuple[int, ...]:
+        return self.count(ctx, timesteps, self.dense_step)
+
+    def turn(self, config: RefreshOptions) -> None:
+        super().turn(config)
+        self.count.turn(config)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no token is ever left out, so that nothing need be held."""
+        return 1 in (self.config.budget, self.config.flops)
+
+    # -- what a subclass says -------------------------------------------------------------------------
+
+    def scores(self, x: Tensor, ctx: StepContext) -> Tensor:
+        """Scores (B, N) of tokens x (B, N, D): higher runs."""
+        raise NotImplementedError
+
+    def ready(self, x: Tensor, ctx: StepContext) -> bool:
+        """Whether there is what the others would hold."""
+        raise NotImplementedError
+
+    def hold(self, indices: Tensor, x: Tensor, ctx: StepContext) -> Reduction:
+        """The tokens of x at indices (B, k) run, the others hold."""
+        raise NotImplementedError
+
+    def refresh(self, x: Tensor, ctx: StepContext) -> Reduction | None:
+        """All tokens of x run; what they come to may be noted."""
+        return None
+
+    # -- one step -------------------------------------------------------------------------------------
+
+    def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
+        run, now, k = ctx.run, ctx.now, ctx.counts[site.layer]
+        if self.idle:
+            return None
+        if k >= x.shape[1] or not self.ready(x, ctx):
+            if not ctx.branch:
+                run.ages = x.new_zeros(x.shape[:2], dtype=torch.float32)
+            return self.refresh(x, ctx)
+        if now.indices is None or not ctx.branch or self.guidance == "per-sample":
+            now.indices = self.choose(x, k, ctx)
+        return self.hold(now.indices, x, ctx)
+
+    def choose(self, x: Tensor, k: int, ctx: StepContext) -> Tensor:
+        run = ctx.run
+        with ctx.phase("router"):
+            scores = unify_guidance(self.scores(x, ctx).float(), self.guidance, ctx)
+        with ctx.phase("sort"):
+            if self.config.age:
+                scores = with_age(scores, run.ages, self.config.age)
+            indices = hard_topk(scores, k)
+            run.ages = grow_older(run.ages, indices)
+        return indices
+
+    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+        """A projection to keys or values: of those that run anew, of the others as they were."""
+        made = run(x, None)
+        if self.idle:
+            return made
+        dtype = CACHE_DTYPES[self.config.cache_dtype] or made.image.dtype
+        known: dict[Key, Tensor] = ctx.run.keys
+        image = keys_of_all(made.image, ctx.now.indices, known, key_of(site, ctx), ctx.tokens, dtype)
+        return made._replace(image=image)
+
+
+@dataclass(frozen=True)
+class Refresh(RefreshOptions):
+    """The tokens that changed most since they last ran; the others hold the sum of their last updates."""
+
+    score: Literal["change", "probe", "band"] = "change"
+    """Which run: change, by the first block's output; probe, by a fitted guess of how the prediction changes (`shiva
+    fit --probe`); band, Sweep's rows."""
+    dense: Count = 1
+    """Blocks at the beginning that see all tokens, and whose output the choice is made by."""
+    hidden: Whole = 64
+    """Width of the probe."""
+
+    fixed: ClassVar = frozenset({"dense", "hidden"})
+    presets: ClassVar = {"paper": {}}
+
+    def build(self, spec: BackboneSpec) -> RefreshMethod:
+        check_layers("dense", (self.dense,), spec)
+        return RefreshMethod(self, spec)
+
+
+class RefreshMethod(Refresher, Trainable):
+    """Holds the sum of updates."""
+
+    untrained = "ranks by an unfitted probe: run `shiva fit --probe`, and attach the folder it writes"
+    config: Refresh
+
+    def __init__(self, config: Refresh, spec: BackboneSpec):
+        super().__init__(config, spec, config.dense)
+        self.probe = Probe(config.hidden) if config.score == "probe" else None
+        self.band = Band()
+        self.eval()
+
+    def groups(self) -> dict[str, list[nn.Parameter]]:
+        return {} if self.probe is None else {"router": list(self.probe.parameters())}
+
+    def scores(self, x: Tensor, ctx: StepContext) -> Tensor:
+        if self.config.score == "band":
+            return self.band.draw(ctx.layout, ctx.step, 1).to(x.device).expand(x.shape[0], -1)
+        run: RefreshRun = ctx.run
+        assert run.seen is not None
+        assert run.ages is not None
+        now = look(x)
+        if self.probe is None:
+            return (now - run.seen).norm(dim=-1)
+        return self.probe(now, now - run.seen, run.ages, ctx.timestep / 1000)
+
+    def choose(self, x: Tensor, k: int, ctx: StepContext) -> Tensor:
+        indices = super().choose(x, k, ctx)
+        run: RefreshRun = ctx.run
+        if self.config.score != "band" and run.seen is not None:
+            places = indices[..., None].expand(-1, -1, FEATURES)
+            run.seen = run.seen.scatter(1, places, look(x).gather(1, places))
+        return indices
+
+    def ready(self, x: Tensor, ctx: StepContext) -> bool:
+        total = ctx.run.totals.get(ctx.branch)
+        return total is not None and total.shape == x.shape
+
+    def hold(self, indices: Tensor, x: Tensor, ctx: StepContext) -> Reduction:
+        held = cached_updates(indices, ctx.run.totals[ctx.branch])
+        return Reduction(held.reduce, held.restore, indices, self.whole_keys)
+
+    def refresh(self, x: Tensor, ctx: StepContext) -> Reduction:
+        run: RefreshRun = ctx.run
+        if self.config.score != "band" and not ctx.branch:
+            run.seen = look(x)
+        every = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
+        dtype = CACHE_DTYPES[self.config.cache_dtype] or x.dtype
+        return Reduction(lambda tokens: tokens, noting(run.totals, ctx.branch, dtype), every, self.whole_keys)
+
+
+def noting(totals: dict[int, Tensor], branch: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+    """A restore that leaves all results as they are, and keeps what was added to `base` (B, N, D)."""
+
+    def restore(values: Tensor, base: Tensor) -> Tensor:
+        totals[branch] = (values - base).detach().to(dtype)
+        return values
+
+    return restore

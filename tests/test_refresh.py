@@ -1,0 +1,159 @@
+"""Methods that run the same tokens through all blocks and hold a result of the others; lifting and rebuilding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import shiva
+from pipelines import PIPELINES
+from shiva.core.layout import Layout
+from shiva.methods.coredit import coherence, covering
+from shiva.methods.jit import lifted
+from shiva.ops.prediction import to_prediction, to_tokens, token_mask
+from shiva.ops.probe import look
+
+from tiny import BACKBONES
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux", "pixart"])
+def test_one_sum_of_updates_does_what_one_update_a_layer_does(name: str, tmp_path: Path) -> None:
+    """With the same tokens in all layers; a third of what Sweep keeps, less one tensor, is saved."""
+    tiny = PIPELINES[name]
+    pipe = tiny.load(tmp_path)
+    guidance = 1.0 if name == "flux" else 3.0
+    with shiva.attach(pipe, shiva.Sweep(budget=0.5)) as session:
+        by_layer, before = tiny.image(pipe, guidance=guidance, steps=6), session.summary()
+    with shiva.attach(pipe, shiva.Refresh(budget=0.5, score="band")) as session:
+        summed, after = tiny.image(pipe, guidance=guidance, steps=6), session.summary()
+    torch.testing.assert_close(summed, by_layer, rtol=1e-4, atol=1e-4)
+    assert [step.kept for step in after.steps] == [step.kept for step in before.steps]
+    assert after.flops.true == before.flops.true
+    layers = sum(1 for _, kind, _ in before.places if kind == "block") - 1
+    held = (2 * layers + 1) / (3 * layers)
+    ages = 4 * after.steps[0].tokens * session._batch
+    assert after.cached_bytes <= held * before.cached_bytes + ages
+
+
+def test_half_precision_holds_half_of_it_and_hardly_changes_the_image(tmp_path: Path) -> None:
+    tiny = PIPELINES["sd3"]
+    pipe = tiny.load(tmp_path)
+    sizes, images = [], []
+    for config in (shiva.Sweep(budget=0.5), shiva.Refresh(budget=0.5, score="band", cache_dtype="bfloat16")):
+        with shiva.attach(pipe, config) as session:
+            images.append(tiny.image(pipe, steps=6))
+            sizes.append(session.summary().cached_bytes)
+    assert sizes[1] <= 0.67 * sizes[0]
+    assert (images[1] - images[0]).abs().max() < 0.02 * images[0].abs().max()
+
+
+def test_resets_and_waiting_leave_no_token_behind() -> None:
+    tiny = BACKBONES["sd3"]
+    model = tiny.make()
+    with shiva.attach(model, shiva.Refresh(budget=0.3, reset=4, age=100.0)) as session, torch.no_grad():
+        kept = []
+        for step in range(6):
+            model(**tiny.call(2, 8, 8, timestep=900.0 - 100 * step))
+            kept.append(session.stats[-1].kept["transformer_blocks.2"])
+            if step < 4:
+                assert session.ctx is not None
+                assert session.ctx.run.ages.max() <= 3, "with so heavy a bonus the oldest run first"
+    assert kept == [64, 19, 19, 19, 64, 19]
+
+
+def test_what_moved_runs_and_what_stood_still_holds() -> None:
+    tiny = BACKBONES["sd3"]
+    model, call = tiny.make(), tiny.call(1, 8, 8, timestep=900.0)
+    moved = {**call, "timestep": call["timestep"] - 1, "hidden_states": call["hidden_states"].clone()}
+    moved["hidden_states"][..., :8, :] += 3.0  # the upper half
+    config = shiva.Refresh(budget=0.5, first=1)
+    with shiva.attach(model, config) as session, session.trace() as trace, torch.no_grad():
+        model(**call)
+        model(**moved)
+    assert trace.mask(1, 2)[:4].float().mean() > 0.8
+
+
+def test_ras_keeps_the_last_prediction_of_what_does_not_run() -> None:
+    tiny = BACKBONES["sd3"]
+    model = tiny.make()
+    with shiva.attach(model, shiva.RAS(budget=0.25, first=1)) as session, torch.no_grad():
+        first = model(**tiny.call(2, 6, 6, timestep=900.0))[0]
+        second = model(**tiny.call(2, 6, 6, timestep=800.0))[0]
+        held = (to_tokens(second, session.ctx.layout) == to_tokens(first, session.ctx.layout)).all(dim=-1)
+    assert held.sum(dim=1).tolist() == [27, 27]
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [((2, 3, 8, 12), Layout(4, 6)), ((2, 3, 2, 8, 12), Layout(4, 6, frames=2)), ((2, 30, 5), Layout(4, 6, after=6))],
+)
+def test_a_prediction_by_tokens_and_back(shape: tuple[int, ...], layout: Layout) -> None:
+    prediction = torch.randn(shape)
+    tokens = to_tokens(prediction, layout)
+    assert tokens.shape[:2] == (2, layout.tokens)
+    assert torch.equal(to_prediction(tokens, prediction, layout), prediction)
+    mask = torch.rand(2, layout.tokens) > 0.5
+    zeroed = torch.where(token_mask(mask, prediction, layout), prediction, 0)
+    assert torch.equal(to_tokens(zeroed, layout), tokens * mask[..., None])
+
+
+def test_jit_lifts_the_clean_picture_and_each_token_keeps_its_noise() -> None:
+    tiny = BACKBONES["sd3"]
+    model, call = tiny.make(), tiny.call(2, 8, 8, timestep=900.0)
+    with shiva.attach(model, shiva.JiT(stages=((1.0, 0.25),))) as session, torch.no_grad():
+        velocity = model(**call)[0]
+        assert session.ctx is not None
+        layout, anchors = session.ctx.layout, session.ctx.now[0]
+    clean = to_tokens(call["hidden_states"] - 0.9 * velocity, layout)
+    expected = lifted(clean, anchors, layout.shape, 0.8)
+    others = torch.ones(2, 64, dtype=torch.bool).scatter(1, anchors, False)
+    torch.testing.assert_close(clean[others], expected[others], rtol=1e-4, atol=1e-5)
+    assert anchors.shape == (2, 16)
+    assert {(int(i) // 8 % 2, int(i) % 2) for i in anchors[0]} == {
+        (int(anchors[0, 0]) // 8 % 2, int(anchors[0, 0]) % 2)
+    }
+    flat = torch.ones(1, 64, 3)
+    torch.testing.assert_close(lifted(flat, anchors[:1], (1, 8, 8), 0.8), flat)
+
+
+def test_jit_sees_more_tokens_stage_by_stage(tmp_path: Path) -> None:
+    tiny = PIPELINES["sd3"]
+    pipe = tiny.load(tmp_path)
+    with shiva.attach(pipe, shiva.JiT(stages=((0.5, 0.25), (0.25, 0.5)))) as session:
+        tiny.image(pipe, steps=8)
+        kept = [step.kept["transformer_blocks.1"] for step in session.stats]
+    assert kept == [12] * 4 + [24] * 2 + [48] * 2
+    with pytest.raises(ValueError, match=r"stages take 1\.2 of a run"):
+        shiva.JiT(stages=((0.6, 0.25), (0.6, 0.5)))
+
+
+def test_coherent_tokens_skip_attention_and_none_is_far_from_one_that_runs() -> None:
+    x = torch.randn(1, 64, 16)
+    x.view(1, 8, 8, 16)[:, :4] = torch.randn(16)  # the upper half is all alike
+    found = coherence(x, Layout(8, 8))
+    assert torch.allclose(found[:, :24], torch.ones(1, 24), atol=1e-5)
+    chosen = covering(-found, Layout(8, 8)).topk(32).indices[0]
+    cells = {(int(i) // 16, int(i) % 8 // 2) for i in chosen}
+    assert len(cells) == 16, "one of each cell"
+    assert sum(int(i) >= 32 for i in chosen) > 20, "the others where neighbours differ"
+
+
+def test_toca_runs_all_tokens_once_an_interval_and_some_between(tmp_path: Path) -> None:
+    tiny = PIPELINES["sd3"]
+    pipe = tiny.load(tmp_path)
+    with shiva.attach(pipe, shiva.ToCa(interval=3, fresh=0.5, slope=0.0)) as session:
+        tiny.image(pipe, steps=6)
+        ffn, attention = ([step.kept[f"transformer_blocks.1.{n}"] for step in session.stats] for n in ("ff", "attn"))
+        share = session.summary().flops_share
+    assert ffn == [48, 24, 24] * 2
+    assert attention == [48, 0, 0] * 2
+    assert 0.3 < share < 0.9
+
+
+def test_a_look_keeps_distances_up_to_a_factor() -> None:
+    x, y = torch.randn(2, 500, 256).unbind(0)
+    seen = (look(x[None]) - look(y[None])).norm(dim=-1)[0]
+    true = (x - y).norm(dim=-1)
+    assert (seen / true).std() / (seen / true).mean() < 0.2

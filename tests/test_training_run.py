@@ -1,0 +1,107 @@
+"""Training where a few-step sampler stands: the run's own noise levels, the model's own states, a fitted start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+
+import shiva
+from shiva.fitting import fit
+from shiva.training.call import as_trained
+from shiva.training.noise import noise_process
+from shiva.training.recipe import recipe_from
+from shiva.training.trainer import Trainer
+from test_training_loop import run_steps, trainer_of
+from training_tiny import CAPTIONS, make_folder, tiny_recipe
+
+RUN: dict[str, Any] = {
+    "method": {"budget": 0.5, "bottleneck": 8, "fill": "shortcut", "rank": 4},
+    "sampling": {"density": "run", "steps": 3, "rollout": 1.0, "caption_dropout": 0.0},
+    "weights": {"diffusion": 0.0},
+    "stages": [{"name": "all", "steps": 3, "trains": ["router", "fill"], "ratios": "stratified", "warmup": 0}],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture
+def trainer(folder: Path, tmp_path: Path) -> Trainer:
+    return trainer_of(folder, tmp_path, **RUN)
+
+
+def test_timesteps_are_those_of_the_pipelines_own_run(trainer: Trainer) -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=2.0)
+    scheduler.set_timesteps(3)
+    process = trainer.objectives.process
+    found = [process.timestep(quantile, 64) for quantile in (0.99, 0.6, 0.34, 0.0)]
+    first, second, third = (1000 * scheduler.sigmas[:3]).tolist()
+    assert found == pytest.approx([first, second, second, third], rel=1e-5)
+
+
+def test_a_rollout_stands_where_the_reduced_pipeline_stands(trainer: Trainer) -> None:
+    """From the same noise, without guidance, at the same uniform keep: the sampler and the rollout agree."""
+    objectives, session = trainer.objectives, trainer.session
+    batch = trainer.validator.batches()[0]
+    last = objectives.process.levels[-1] * 1000
+    exploration = replace(batch.exploration, ratio=0.5)
+    batch = replace(batch, timestep=last, rolls_out=True, exploration=exploration)
+    reached = objectives.rolled_out(batch).reached
+    assert reached is not None
+    here = batch.noise
+    with as_trained(session), trainer.method.at_keep(0.5), torch.no_grad():
+        for now, following in pairwise([level * 1000 for level in objectives.process.levels]):
+            begins = now == objectives.process.levels[0] * 1000
+            made, _ = objectives.call(replace(batch, timestep=now, reached=here), begins=begins)
+            here = here + (following - now) / 1000 * made
+    torch.testing.assert_close(reached, here)
+    assert not torch.allclose(reached, batch.noise)
+
+
+def test_router_and_fill_learn_from_rollouts_and_the_diffusion_loss_is_left_out(trainer: Trainer) -> None:
+    before = {name: value.clone() for name, value in trainer.method.named_parameters()}
+    numbers = run_steps(trainer, 2)
+    assert all(row["diffusion"] == 0 and row["output"] > 0 for row in numbers)
+    moved = {n.partition(".")[0] for n, v in trainer.method.named_parameters() if not torch.equal(v, before[n])}
+    assert moved == {"routers", "shortcut"}
+
+
+def test_a_run_starts_with_a_fitted_shortcut(folder: Path, tmp_path: Path) -> None:
+    pipe = StableDiffusion3Pipeline.from_pretrained(folder / "pipeline", text_encoder_3=None, tokenizer_3=None)
+    fitted = fit(pipe, CAPTIONS[:4], steps=(2,), guidance=0.0, rank=4, arguments={"max_sequence_length": 0})
+    fitted.checkpoint().save_pretrained(tmp_path / "fit")
+    started = trainer_of(folder, tmp_path / "out", **RUN)
+    started.start_from(tmp_path / "fit")
+    for name, value in fitted.method.shortcut.state_dict().items():
+        assert torch.equal(started.method.shortcut.state_dict()[name], value)
+    other = trainer_of(folder, tmp_path / "other", **{**RUN, "method": {**RUN["method"], "rank": 2}})
+    with pytest.raises(ValueError, match=r"shortcut.down of another shape"):
+        other.start_from(tmp_path / "fit")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [({"density": "run"}, "steps"), ({"steps": 4}, "density"), ({"rollout": 0.5}, "density: run")],
+)
+def test_a_rollout_needs_a_run(folder: Path, sampling: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recipe_from(tiny_recipe(folder, sampling=sampling))
+
+
+def test_a_run_is_of_a_flow_matching_scheduler() -> None:
+    with pytest.raises(ValueError, match="FlowMatch"):
+        noise_process(DDIMScheduler(), "run", (1.0, 0.5))
+
+
+def test_attending_to_all_trains_with_fresh_keys(folder: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(folder, tmp_path, **{**RUN, "method": {**RUN["method"], "attends": "all"}})
+    assert all(torch.isfinite(torch.tensor(row["output"])) for row in run_steps(trainer, 1))
+    assert isinstance(trainer.method.config, shiva.Shiva)
