@@ -1,7 +1,7 @@
 """The tables of docs/compatibility.md, from the tables that the tests run over.
 
 python tests/compatibility.py           prints them
-python tests/compatibility.py --write   writes them into the page
+python tests/compatibility.py --write   writes them into the page; --write neighbours, only one of them
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import shiva
-from neighbours import NEIGHBOURS, NO_WHOLE_GRAPH, TINY
+from neighbours import NEIGHBOURS, TINY
 from pipelines import PIPELINES
 from pipelines_reach import REACH
 from shiva.backbones.base import backbone_of
@@ -111,9 +111,10 @@ def neighbour_table() -> str:
     for name, row in NEIGHBOURS.items():
         orders = [YES if why is None else f"refused: {why}" for why in (row.before, row.after)]
         tried = sorted({by_tiny[tiny] for tiny in row.classes})
-        many = len(tried) > 12
-        listed = f"all but {', '.join(f'`{by_tiny[n]}`' for n in NO_WHOLE_GRAPH)} and DiT" if many else ""
-        lines.append(line([name, *orders, listed or ", ".join(f"`{cls}`" for cls in tried)]))
+        untried = sorted(set(by_tiny.values()) - set(tried))
+        few = tried if len(tried) < len(untried) else untried
+        listed = ("" if few is tried else "all but ") + ", ".join(f"`{cls}`" for cls in few)
+        lines.append(line([name, *orders, listed]))
     return "\n".join(lines) + "\n"
 
 
@@ -138,7 +139,7 @@ def written(page: str, tables: Collection[str] = TABLES) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--write"]:
-        PAGE.write_text(written(PAGE.read_text()))
+    if sys.argv[1:2] == ["--write"]:
+        PAGE.write_text(written(PAGE.read_text(), sys.argv[2:] or TABLES))
     else:
         print("\n".join(make() for make in TABLES.values()))
