@@ -218,6 +218,8 @@ class Backbone:
     """Class names of the transformers it handles."""
     latents: str = "hidden_states"
     """The transformer's argument with the noisy latents."""
+    channel_axis: int | None = None
+    """Of the latents, where channels do not come second, or last in tokens (B, N, C)."""
     conditional_half: int = 1
     """Which half of a batch under classifier-free guidance the pipeline gives the prompt, 0 or 1."""
     layout_reads: tuple[str, ...] = ()
@@ -239,9 +241,15 @@ class Backbone:
         """The noisy latents of a call; two calls of one step may give the very same tensor."""
         return call[self.latents]
 
-    def channels(self, latents: Tensor) -> int:
-        """Of the latents: tokens (B, N, C), or pictures (B, C, H, W) and clips (B, C, F, H, W)."""
-        return latents.shape[-1 if latents.ndim == 3 else 1]
+    def channels_second(self, latents: Any) -> Tensor:
+        """Latents or a prediction as methods see them: (B, C, H, W), of clips (B, C, F, H, W), or tokens (B, N, C)."""
+        found = torch.stack(latents) if isinstance(latents, list) else latents
+        return found if self.channel_axis is None else found.movedim(self.channel_axis, 1)
+
+    def in_place_of(self, prediction: Tensor, given: Any) -> Any:
+        """The reverse of `channels_second`, in the form of what the transformer gave."""
+        found = prediction if self.channel_axis is None else prediction.movedim(1, self.channel_axis)
+        return list(found) if isinstance(given, list) else found
 
     def spec(self, transformer: Any) -> BackboneSpec:
         raise NotImplementedError
