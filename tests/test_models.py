@@ -12,8 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 import shiva
+from compatibility import TABLES, written
 from shiva.backbones.base import _REGISTRY, REFUSED
-from shiva.backbones.known import as_markdown, known
+from shiva.backbones.known import known
 from shiva.cli import app
 
 REPOSITORY = Path(__file__).parent.parent
@@ -35,11 +36,12 @@ def test_the_command_lists_classes_and_reasons() -> None:
     assert "is refused" in result.stdout
 
 
-def test_the_page_is_current() -> None:
-    """Write it anew with: shiva models --markdown."""
-    written = re.search(r"`shiva models --markdown` -->\n(.*)<!-- /models -->", PAGE.read_text(), re.DOTALL)
-    assert written is not None
-    assert written[1] == as_markdown()
+@pytest.mark.slow
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.filterwarnings("ignore")
+def test_the_page_is_current(table: str) -> None:
+    """Write it anew with: python tests/compatibility.py --write."""
+    assert written(PAGE.read_text(), [table]) == PAGE.read_text()
 
 
 @pytest.mark.parametrize("name", REFUSED)

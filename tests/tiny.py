@@ -49,16 +49,19 @@ def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def sample(call: dict[str, Any], index: int) -> dict[str, Any]:
-    """One sample of a call of two: what has two entries is batched, but for a tensor with layers before the batch."""
+    """One sample of a call of two: what has two entries is batched, but for what has layers before the batch."""
     part = slice(index, index + 1)
-    return {
-        name: value[:, part]
-        if name.endswith("llama3")
-        else value[part]
-        if isinstance(value, (Tensor, list)) and len(value) == 2
-        else value
-        for name, value in call.items()
-    }
+
+    def of(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: of(key, entry) for key, entry in value.items()}
+        if name.endswith("layers"):
+            return [entry[part] for entry in value]
+        if name.endswith("llama3"):
+            return value[:, part]
+        return value[part] if isinstance(value, (Tensor, list)) and len(value) == 2 else value
+
+    return {name: of(name, value) for name, value in call.items()}
 
 
 def noise(*shape: int, seed: int = 1) -> Tensor:

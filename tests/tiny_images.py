@@ -51,6 +51,15 @@ def bria(batch: int, rows: int, columns: int, timestep: float = 500.0) -> dict[s
     return {**with_ids(batch, rows, columns), "timestep": torch.full((batch,), timestep)}
 
 
+def fibo(batch: int, rows: int, columns: int, timestep: float = 500.0) -> dict[str, Any]:
+    """Text of each layer for each block, and a mask over keys inside a dictionary."""
+    mask = torch.zeros(batch, 1, 1, TEXT + rows * columns)
+    mask[..., TEXT - 1] = -1e4
+    texts = [noise(batch, TEXT, 12, seed=layer) for layer in range(4)]
+    more = {"text_encoder_layers": texts, "joint_attention_kwargs": {"attention_mask": mask}}
+    return {**bria(batch, rows, columns, timestep), **more}
+
+
 def flux2(batch: int, rows: int, columns: int, timestep: float = 500.0, references: int = 0) -> dict[str, Any]:
     """References of 2x3 tokens follow the image, as in editing."""
     call = packed(batch, rows, columns, timestep)
@@ -210,6 +219,7 @@ IMAGES: dict[str, Tiny] = {
     ),
     "ovis": Tiny(partial(make, "OvisImageTransformer2DModel", **FLUX_AXES, out_channels=4), with_ids),
     "bria": Tiny(partial(make, "BriaTransformer2DModel", **FLUX_AXES), bria),
+    "fibo": Tiny(partial(make, "BriaFiboTransformer2DModel", **FLUX_AXES, text_encoder_dim=12), fibo),
     "longcat": Tiny(partial(make, "LongCatImageTransformer2DModel", **FLUX_AXES), partial(with_ids, start=512)),
     "auraflow": Tiny(
         partial(

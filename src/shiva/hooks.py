@@ -226,6 +226,8 @@ class Hooks:
                 f"{type(method).__name__} matches none of the {len(self._sites)} sites of "
                 f"{spec.name} ({spec.layers} layers); widen its layers or sites"
             )
+        for kind in sorted(method.requires - {"keys"} - {site.kind for site in acting}):
+            raise ValueError(f"{method} needs to reduce the {kind} of a block, which {spec.name} does not offer apart")
         keyed = {hook.site.layer for hook in self._sites if hook.site.kind == "keys"}
         keyless = [site.name for site in acting if site.kind == "block" and site.layer not in keyed]
         if "keys" in method.requires and (keyless or not self.key_sites()):

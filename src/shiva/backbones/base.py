@@ -101,6 +101,11 @@ class Site:
         """The reverse of `split`."""
         if rest is None:
             return image
+        if image.shape[0] != rest.shape[0]:
+            raise ValueError(
+                f"{self.name} is given text or reference tokens of each sample beside the image, and cannot run on a "
+                "number of tokens that differs from sample to sample (DyDiT); use a method with static counts"
+            )
         head, tail = rest.tensor_split([self.start(layout)], dim=1)
         return torch.cat([head, image, tail], dim=1)
 
@@ -266,6 +271,8 @@ REFUSED = {
     "SanaWMTransformer3DModel": CONVOLVES,
     "NucleusMoEImageTransformer2DModel": "its experts choose among the tokens of a sequence, so fewer are routed anew",
     "Cosmos3OmniTransformer": "it packs samples into one sequence without a batch axis",
+    "Ideogram4Transformer2DModel": "guidance runs two transformers on other sequences, which cannot agree on tokens",
+    "Kandinsky6SRTransformer3DModel": "its attention is over tiles of the whole grid",
 }
 
 

@@ -19,6 +19,7 @@ from shiva.backbones.per_token import (
     Rows,
     SharedRope,
     SquareMask,
+    Within,
     image_and_text_rope,
     text_mask_before_ones,
 )
@@ -168,6 +169,34 @@ BRIA = PatternBackbone(
     prompt=Prompt(through=("context_embedder",)),
 )
 
+FIBO_MASK = KeyMask(after_text=True)
+FIBO_BLOCK: PerTokens = {**TEXT_THEN_IMAGE_ROPE, "joint_attention_kwargs": Within("attention_mask", FIBO_MASK)}
+FIBO_ATTENTION: PerTokens = {**TEXT_THEN_IMAGE_ROPE, "attention_mask": FIBO_MASK}
+FIBO = PatternBackbone(
+    transformers=("BriaFiboTransformer2DModel",),
+    stacks=(
+        Stack(
+            "transformer_blocks",
+            TEXT_IMAGE,
+            FIBO_BLOCK,
+            inner=(Inner("attn", "attention", IMAGE_TEXT, FIBO_ATTENTION, keys="apart"), FFN),
+        ),
+        Stack(
+            "single_transformer_blocks",
+            per_token=FIBO_BLOCK,
+            text="leads",
+            inner=(Inner("attn", "attention", per_token=FIBO_ATTENTION, keys="leads"),),
+            single_stream=True,
+        ),
+    ),
+    grid=PositionIds(),
+    layout_reads=("img_ids",),
+    clock="scheduler",
+    time=Time("time_embed.time_proj", "time_embed.timestep_embedder"),
+    prompt=Prompt(through=("context_embedder",)),
+    notes="Edit too: reference tokens always run",
+)
+
 AURAFLOW = PatternBackbone(
     transformers=("AuraFlowTransformer2DModel",),
     stacks=(
@@ -232,6 +261,6 @@ HUNYUAN_IMAGE = PatternBackbone(
     prompt=Prompt(through=("context_embedder.proj_in",), mask="encoder_attention_mask"),
 )
 
-TABLE = (FLUX, FLUX2, QWEN, CHROMA, OVIS, LONGCAT, BRIA, AURAFLOW, COGVIEW4, HUNYUAN_IMAGE)
+TABLE = (FLUX, FLUX2, QWEN, CHROMA, OVIS, LONGCAT, BRIA, FIBO, AURAFLOW, COGVIEW4, HUNYUAN_IMAGE)
 for backbone in TABLE:
     register(backbone)

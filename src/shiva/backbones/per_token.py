@@ -198,6 +198,19 @@ class SquareMask(Rows):
         return queries if chosen.whole_keys else Rows(-1, self.after_text).cut(queries, chosen, keys=True)
 
 
+@dataclass(frozen=True)
+class Within:
+    """An entry, by its key, of an argument that is a dictionary."""
+
+    key: str
+    form: PerToken
+
+    def __call__(self, value: dict[str, Any], chosen: Chosen) -> dict[str, Any]:
+        if value.get(self.key) is None:
+            return value
+        return {**value, self.key: self.form(value[self.key], chosen)}
+
+
 def text_mask_before_ones(mask: Tensor, chosen: Chosen) -> Tensor | None:
     """A mask (B, T) of the text, to which an attention adds a column for each query of the image.
 

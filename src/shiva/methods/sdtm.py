@@ -156,6 +156,7 @@ class SDTMMethod(Method):
     """Structure stage around attention and FFN, detail stage around the FFN alone."""
 
     sites = frozenset({"attention", "ffn"})
+    requires = frozenset({"attention"})
     config: SDTM
     new_run = SDTMRun
     new_step = SDTMStep
