@@ -19,6 +19,7 @@ from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
 import shiva
 from browser import PHONE, TOO_WIDE, UNNAMED, become_a_phone, complaints, open_browser
 from reproduce import readme
+from shiva.backbones.known import known
 from shiva.evaluate.drawing import load_with_arguments
 
 from tiny import make_sd3
@@ -86,6 +87,7 @@ def test_the_readme_is_short_and_begins_with_what_one_needs() -> None:
     assert places == sorted(places)
     assert len(page[: places[-1]].split()) < 300, "two minutes read aloud, to the first figure"
     assert page.count("\n| --- |") == 1, "one table"
+    assert f"{len(list(known()))} transformer classes" in page
     for link in re.findall(r"\]\(([^)#]+)", page):
         assert link.startswith("https://") or (REPOSITORY / link).exists(), link
 

@@ -44,7 +44,7 @@ def demo_rows(base: str) -> list[Row]:
         Row("Shiva 60", checkpoint("Shiva 60", 0.6)),
         Row("Lattice 60", checkpoint("Lattice", 0.6)),
         Row("ToMeSD", Candidate(method="ToMeSD", preset="paper")),
-        Row("10 steps", steps=10),
+        Row("fewer steps", steps=10),
         *few,
     ]
 
