@@ -1,10 +1,10 @@
-# `make demo` and `make test` need nothing but python3 (3.10 or newer): each prepares .venv itself.
+# `make demo`, `test`, `docs` and `wheels` need nothing but python3 (3.10 or newer): each prepares .venv itself.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test lint types contract unit setup browser clean
+.PHONY: demo test lint types contract unit docs wheels setup browser clean
 
 demo: setup
 	$(BIN)/shiva demo
@@ -20,6 +20,13 @@ types: setup
 
 contract: setup
 	$(BIN)/lint-imports
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+wheels: setup
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m build --no-isolation --outdir dist --wheel packages/models
 
 unit: setup browser
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --durations=10

@@ -21,14 +21,15 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [p for key, part in inside for p in ((*path, key), *places(part, (*path, key)))]
 
 
-def mutated(rng: random.Random, value: Any) -> Any:
-    """A copy with one to three places replaced, removed, misspelt or added."""
+def mutated(rng: random.Random, value: Any, touched: list[str]) -> Any:
+    """A copy with one to three places replaced, removed, misspelt or added; `touched` gets the names on their way."""
     value = copy.deepcopy(json.loads(json.dumps(value)))
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         known = places(value)
         if not known:
             return rng.choice(HOSTILE)
         *path, last = rng.choice(known)
+        touched += [key for key in (*path, last) if isinstance(key, str)]
         holder = value
         for key in path:
             holder = holder[key]

@@ -126,6 +126,13 @@ METHODS: dict[str, Row] = {
         kept=half_but_first,
         everywhere=True,
     ),
+    "sweep-fresh": Row(
+        on=shiva.Sweep(budget=0.5, attends="fresh"),
+        off=shiva.Sweep(budget=1.0, attends="fresh"),
+        kept=half_but_first,
+        backbones=("sd3", "sd35", "pixart", "dit"),
+        dense_calls=1,
+    ),
     "shiva-input": Row(
         on=shiva.Shiva(budget=0.5, estimator="input"),
         off=shiva.Shiva(budget=1.0),
@@ -137,7 +144,6 @@ METHODS: dict[str, Row] = {
         off=shiva.Shiva(budget=1.0, fill="near"),
         kept=half_but_first,
     ),
-    "lattice": Row(on=shiva.Lattice(budget=0.5), off=shiva.Lattice(budget=1.0), kept=half_but_first, everywhere=True),
     "refresh": Row(
         on=shiva.Refresh(budget=0.5),
         off=shiva.Refresh(budget=1.0),
@@ -165,11 +171,18 @@ METHODS: dict[str, Row] = {
         kept=half_at("attention", "cross_attention", "ffn"),
         dense_calls=1,
     ),
+    "diffsparse": Row(
+        on=shiva.DiffSparse(budget=0.5),
+        off=shiva.DiffSparse(budget=1.0),
+        kept=half_but_first,
+        dense_calls=1,
+    ),
     "jit": Row(
         on=shiva.JiT(stages=((1.0, 0.5),)),
         off=shiva.JiT(stages=()),
         kept=lambda kind, layer, tokens: -(-tokens // 2),
     ),
+    "lattice": Row(on=shiva.Lattice(budget=0.5), off=shiva.Lattice(budget=1.0), kept=half_but_first, everywhere=True),
     "lattice-all": Row(
         on=shiva.Lattice(budget=0.5, attends="all"),
         off=shiva.Lattice(budget=1.0, attends="all"),

@@ -436,6 +436,16 @@ def test_a_missing_folder_beside_others_is_not_asked_of_the_hub(
         shiva.attach(make_sd3(), "runs/sd3")
 
 
+@pytest.mark.parametrize("error", [OSError("401 Client Error"), ValueError("not a repo id")])
+def test_a_checkpoint_that_the_hub_does_not_give_is_named(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr("shiva.checkpoint.snapshot_download", refuse)
+    with pytest.raises(FileNotFoundError, match=f"somebody/something is no folder here, .*{error}"):
+        shiva.ShivaCheckpoint.from_pretrained("somebody/something")
+
+
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_checkpoint_is_refused_in_one_line_and_the_model_is_left_alone(fault: str, tmp_path: Path) -> None:
     make, message = BROKEN[fault]

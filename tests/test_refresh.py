@@ -6,14 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import shiva
-from pipelines import PIPELINES
+from pipelines import PIPELINES, dit
+from shiva.cli import app
 from shiva.core.layout import Layout
+from shiva.evaluate.drawing import draw, load_with_arguments
+from shiva.fitting.probe import fit_probe
+from shiva.fitting.table import fit_table
 from shiva.methods.coredit import coherence, covering
 from shiva.methods.jit import lifted
+from shiva.ops.allocate import Cell, allocate
 from shiva.ops.prediction import to_prediction, to_tokens, token_mask
-from shiva.ops.probe import look
+from shiva.ops.probe import FEATURES, Moves, Probe, look, regress
 
 from tiny import BACKBONES
 
@@ -47,6 +53,18 @@ def test_half_precision_holds_half_of_it_and_hardly_changes_the_image(tmp_path: 
             sizes.append(session.summary().cached_bytes)
     assert sizes[1] <= 0.67 * sizes[0]
     assert (images[1] - images[0]).abs().max() < 0.02 * images[0].abs().max()
+
+
+def test_fresh_keys_of_what_tokens_are_believed_to_be_need_a_third_of_the_memory(tmp_path: Path) -> None:
+    tiny = PIPELINES["sd3"]
+    pipe = tiny.load(tmp_path)
+    dense, sizes, errors = tiny.image(pipe, steps=6), [], []
+    for attends in ("all", "fresh"):
+        with shiva.attach(pipe, shiva.Sweep(budget=0.5, attends=attends)) as session:
+            errors.append((tiny.image(pipe, steps=6) - dense).square().mean())
+            sizes.append(session.summary().cached_bytes)
+    assert 3 * sizes[1] == sizes[0]
+    assert errors[1] < errors[0]
 
 
 def test_resets_and_waiting_leave_no_token_behind() -> None:
@@ -157,3 +175,58 @@ def test_a_look_keeps_distances_up_to_a_factor() -> None:
     seen = (look(x[None]) - look(y[None])).norm(dim=-1)[0]
     true = (x - y).norm(dim=-1)
     assert (seen / true).std() / (seen / true).mean() < 0.2
+
+
+def test_the_probe_is_fitted_on_dense_runs_and_comes_back_from_its_folder(tmp_path: Path) -> None:
+    dit().save_pretrained(tmp_path / "dit")
+    arguments = ["fit", tmp_path / "dit", "--probe", "--prompts", 4, "--steps", 5, "--guidance", 1]
+    found = CliRunner().invoke(app, [str(part) for part in (*arguments, "--output", tmp_path / "probed")])
+    assert found.exit_code == 0, found.output
+    assert "of log distances on held-out prompts" in found.output
+    pipe, _ = load_with_arguments(tmp_path / "dit")
+    with shiva.attach(pipe, tmp_path / "probed", budget=0.5) as session:
+        assert isinstance(session.method.config, shiva.Refresh)
+        assert session.method.config.score == "probe"
+        draw(pipe, ["1"], 0, [0], 4, 1.0, output_type="latent")
+        assert session.summary().flops_share < 0.9
+    with pytest.raises(ValueError, match="tell too little"):
+        fit_probe(pipe, ["1", "2"], steps=(2,))
+
+
+def test_a_probe_learns_what_the_look_tells() -> None:
+    generator = torch.Generator().manual_seed(0)
+    looks = [torch.randn(2, 64, FEATURES, generator=generator).cumsum(0) for _ in range(5)]
+    totals = [2 * seen * (1 + seen[..., :1].abs()) for seen in looks]
+    waits = Moves.of(looks, totals, [0.9, 0.7, 0.5, 0.3, 0.1], generator)
+    assert waits.age.unique().tolist() == [0, 1, 2, 3]
+    fitted, alone = regress(Probe(), waits, waits, 300, generator, size=512)
+    assert fitted > alone
+    assert fitted > 0.7
+
+
+def test_a_budget_goes_where_it_is_worth_most() -> None:
+    steep, gentle = ((0.25, 9.0), (0.5, 4.0), (1.0, 0.0)), ((0.25, 4.1), (0.5, 4.0), (1.0, 3.9))
+    cells = [Cell(0.25, steep), Cell(0.25, gentle), Cell(0.25, gentle), Cell(0.25, steep)]
+    found = allocate(cells, 0.5, (0.1, 0.25, 0.5, 0.8, 1.0))
+    assert min(found[0], found[3]) > 0.5 > max(found[1], found[2])
+    assert sum(found) / 4 <= 0.5
+    with pytest.raises(ValueError, match="below the smallest ratio"):
+        allocate(cells, 0.05, (0.1, 1.0))
+
+
+def test_a_table_is_learned_on_whole_runs_and_comes_back_from_its_folder(tmp_path: Path) -> None:
+    dit().save_pretrained(tmp_path / "dit")
+    arguments = ["fit", tmp_path / "dit", "--table", "DiffSparse", "--prompts", 2, "--steps", 4, "--guidance", 1]
+    arguments += ["--cells", "3,2", "--budget", 0.6, "--output", tmp_path / "table"]
+    found = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    assert found.exit_code == 0
+    assert "squared error of final latents" in found.output
+    pipe, _ = load_with_arguments(tmp_path / "dit")
+    with shiva.attach(pipe, tmp_path / "table") as session:
+        assert isinstance(session.method.config, shiva.DiffSparse)
+        draw(pipe, ["1"], 0, [0], 4, 1.0, output_type="latent")
+        kept = [[step.kept[f"transformer_blocks.{layer}"] for layer in range(4)] for step in session.stats]
+        assert kept[0] == [64] * 4, "the first step is dense"
+        assert sum(map(sum, (row[1:] for row in kept))) / (64 * 12) <= 0.62
+    with pytest.raises(ValueError, match="has no table to learn"):
+        fit_table(pipe, shiva.ToMeSD(), ["1", "2"], budget=0.5, steps=3)

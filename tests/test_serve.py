@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections import OrderedDict
@@ -168,6 +171,66 @@ def test_requests_under_another_name_are_refused(bound: str, host: str, origin: 
     headers = [(b"host", host.encode()), *([] if origin is None else [(b"origin", origin.encode())])]
     asyncio.run(server.OwnPagesOnly(page, bound)({"type": "http", "headers": headers}, None, send))
     assert sent[0]["status"] == (200 if served else 403)
+
+
+BODIES = [
+    ({"content-length": "70000"}, 413),
+    ({"content-length": "-1"}, 413),
+    ({"content-length": "²"}, 413),
+    ({"transfer-encoding": "chunked"}, 413),
+    ({"content-length": "900"}, 200),
+    ({}, 200),
+]
+
+
+@pytest.mark.parametrize(("headers", "status"), BODIES)
+def test_requests_are_bounded(headers: dict[str, str], status: int) -> None:
+    refusal = server.OwnPagesOnly(None, "127.0.0.1").refusal({"host": "localhost:7860", **headers})
+    assert (200 if refusal is None else refusal[0]) == status
+
+
+def post(address: str, path: str, content: bytes, kind: str = "application/json") -> Any:
+    request = urllib.request.Request(f"{address}gradio_api/{path}", content, {"content-type": kind})
+    return urllib.request.urlopen(request, timeout=PATIENCE)
+
+
+def test_an_upload_is_bounded_and_a_drawing_whose_client_has_gone_is_dropped(
+    studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go_on, drawn = threading.Event(), threading.Event(), list[str]()
+
+    def draw(request: Request) -> Any:
+        drawn.append(request.prompt)
+        began.set()
+        go_on.wait(PATIENCE)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(studio, "draw", draw)
+    page = server.build(studio, "Shiva on emoji", "untrained", steps=4)
+    address = launched(page)
+    number = next(index for index, function in page.fns.items() if function.api_name == "draw")
+    try:
+        part = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.bin"\r\n\r\n'
+        for size in (5_000, 200_000):
+            with pytest.raises(urllib.error.HTTPError, match="413"):
+                post(address, "upload", part + b"0" * size + b"\r\n--x--\r\n", "multipart/form-data; boundary=x")
+        streams = {}
+        for prompt in ("first", "gone", "last"):
+            asked = {"data": [prompt, 0, 4, 0.6, 1, 1], "fn_index": number, "session_hash": prompt}
+            post(address, "queue/join", json.dumps(asked).encode())
+            streams[prompt] = urllib.request.urlopen(f"{address}gradio_api/queue/data?session_hash={prompt}")
+            streams[prompt].readline()
+            assert began.wait(PATIENCE)
+        streams["gone"].close()
+        deadline = time.monotonic() + PATIENCE
+        while len(page._queue) > 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        go_on.set()
+        assert any(b"process_completed" in line for line in streams["last"])
+        assert drawn == ["first", "last"]
+    finally:
+        go_on.set()
+        page.close()
 
 
 def test_every_route_refuses_names_and_numbers_that_are_not_ours(studio: Studio) -> None:

@@ -24,7 +24,7 @@ from shiva.training.data import (
 from shiva.training.families import SD3Family, load_family
 from shiva.training.feed import MapFeed, StreamFeed, load_ahead, prepare
 from shiva.training.recipe import recipe_from
-from shiva.training.sections import Data
+from shiva.training.sections import Data, Model
 from training_tiny import CAPTIONS, make_folder, picture, save_folder, tiny_recipe
 
 
@@ -212,3 +212,10 @@ def test_prompts_alone_are_drawn_by_the_pipeline(family: SD3Family, folder: Path
     assert latents.shape == (4, 4, 16, 16)
     assert latents.isfinite().all()
     assert (tmp_path / "latents" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("index", ["[1]", "{", '{"_class_name": "StableDiffusion3Pipeline", "transformer": 3}'])
+def test_a_pipeline_that_does_not_load_is_one_line(index: str, tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(index)
+    with pytest.raises(ValueError, match=r"model.path='.*' does not load as a diffusers pipeline \(.*\); restore"):
+        load_family(Model(str(tmp_path)), torch.float32)

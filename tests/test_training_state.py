@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import shiva
 from shiva.checkpoint import write_atomically
+from shiva.cli.terminal import explain
 from shiva.files import read_json, to_json
 from shiva.training.cache import LatentCache
 from shiva.training.log import Log
@@ -79,6 +81,33 @@ def test_the_newest_states_stay(tmp_path: Path) -> None:
     assert newest_state(tmp_path, print) is None
     save_steps(tmp_path, 2, 4, 6, keep=2)
     assert names(tmp_path) == ["step-00000004", "step-00000006"]
+
+
+def test_what_else_lies_among_the_states_is_neither_read_nor_removed(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2, 4)
+    states = tmp_path / "states"
+    (states / "step-00000009").write_text("a file")
+    for name in ("step-00000008-mine", "step-x", "notes"):
+        (states / name).mkdir()
+    found = newest_state(tmp_path, print)
+    assert found is not None
+    assert found[0].name == "step-00000004"
+    save_steps(tmp_path, 6, keep=1)
+    assert names(tmp_path) == ["step-00000006"]
+    assert len(list(states.iterdir())) == 5
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*step-00000002/\w+\.safetensors'") as caught:
+        save_steps(tmp_path, 2)
+    assert explain(caught.value) == 2
+    assert newest_state(tmp_path, print) is None
+    clean(tmp_path)
+    assert list((tmp_path / "states").iterdir()) == []
 
 
 def test_a_folder_is_one_runs_at_a_time_and_free_after_a_kill(tmp_path: Path) -> None:

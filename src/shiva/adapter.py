@@ -195,7 +195,10 @@ def inject_adapter(transformer: nn.Module, options: LoraOptions, weights: Mappin
     peft = need("peft", "adapter")
     trainable = {name for name, p in transformer.named_parameters() if p.requires_grad}
     config = peft.LoraConfig(**{**vars(options), "target_modules": list(options.target_modules)})
-    peft.inject_adapter_in_model(config, transformer, adapter_name=ADAPTER_NAME)
+    try:
+        peft.inject_adapter_in_model(config, transformer, adapter_name=ADAPTER_NAME)
+    except ValueError as error:
+        raise ValueError(f"the adapter's target_modules do not fit this model: {error}") from error
     load_adapter(transformer, weights)
     for name, parameter in transformer.named_parameters():
         parameter.requires_grad_(name.replace(".base_layer.", ".") in trainable)

@@ -141,7 +141,7 @@ def unknown_method(name: str) -> str:
     nearest = difflib.get_close_matches(plain(name), methods_by_name(), n=1)
     known = methods_by_name()[nearest[0]].__name__ if nearest else ""
     hint = f"did you mean {known!r}?" if nearest else f"methods are {', '.join(sorted(public_methods()))}"
-    return f"shiva has no method {name!r}; {hint} A checkpoint goes by its folder or hub id (owner/name)"
+    return f"shiva has no method {name!r}; {hint} (a checkpoint goes by its folder or hub id, owner/name)"
 
 
 def session_of(target: Any) -> Session | None:

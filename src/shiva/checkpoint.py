@@ -41,8 +41,10 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            error.filename = str(path)  # a full disk does not say where
         raise
 
 
@@ -208,7 +210,14 @@ class ShivaCheckpoint(
             return cls.read(folder)
         if not may_be_hub_id(str(folder)):
             raise FileNotFoundError(f"no checkpoint folder at {folder}; check the path, or pass a hub id (owner/name)")
-        return cls.read(Path(snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"], **kwargs)))
+        try:
+            found = snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"], **kwargs)
+        except (OSError, ValueError) as error:  # the hub's own: not there, not to be seen, not reached
+            raise FileNotFoundError(
+                f"{folder} is no folder here, and the hub does not give it ({' '.join(str(error).split())[:200]}); "
+                "check the name, the network, or the token"
+            ) from error
+        return cls.read(Path(found))
 
     @classmethod
     def read(cls, folder: Path) -> ShivaCheckpoint:

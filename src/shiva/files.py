@@ -15,6 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from shiva.core.needs import need
+
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -38,6 +40,22 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds a {type(found).__name__}, not a mapping; save or download it again")
     return found
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file says, or an error that says where it is not YAML."""
+    try:
+        return from_yaml(path.read_text(), str(path))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text ({error}); write it again as UTF-8") from error
+
+
+def from_yaml(text: str, owner: str) -> Any:
+    yaml = need("yaml", "metrics")
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{owner} is not YAML ({' '.join(str(error).split())}); mend that line") from error
 
 
 def to_json(value: Any) -> bytes:

@@ -24,6 +24,9 @@ def demo(
 
     The model is in a checkout (models/), or comes with `pip install shiva-dit-models`; nothing is downloaded.
     """
+    from shiva.evaluate.checkout import BASE, embedded
+
+    embedded(*BASE)  # before anything heavy is loaded
     from shiva.show.side_by_side import make_demo
 
     make_demo(methods, every, check_folder(output), steps, seed, prompts)

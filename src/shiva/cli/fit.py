@@ -1,4 +1,4 @@
-"""`shiva fit`: the fill of `shiva.Lattice`, solved from a few dense runs of any pipeline."""
+"""`shiva fit`: the fill of Lattice, the probe of Refresh, or a table, from a few runs of any pipeline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shiva.cli.terminal import Device, Dtype, Threads, check_folder, numbers, progress_line, use_threads
+from shiva.cli.terminal import Device, Dtype, Threads, check_folder, numbers, progress_line, settings_from, use_threads
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,6 +30,18 @@ def fit(
     degree: Annotated[int, typer.Option(min=0, max=3, help="Highest power of the noise level that it knows")] = 1,
     stride: Annotated[int, typer.Option(min=1, help="Take every so manieth token; for large images")] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Prompts a call")] = 4,
+    probe: Annotated[
+        bool,
+        typer.Option("--probe", help="Fit the probe of Refresh instead, for runs of many steps"),
+    ] = False,
+    table: Annotated[
+        str | None, typer.Option(help="Learn how many tokens each step runs instead: of Refresh or DiffSparse")
+    ] = None,
+    budget: Annotated[float, typer.Option(min=0, max=1, help="--table: mean share of tokens")] = 0.5,
+    cells: Annotated[str, typer.Option(help="--table: parts of run and layers that are told apart")] = "16,1",
+    override: Annotated[
+        list[str] | None, typer.Option("--set", help="--table: an option of the method, such as score=band")
+    ] = None,
     layers_at_once: Annotated[
         int | None, typer.Option(min=1, help="Layers a pass over the prompts; else as many as 4 GiB of sums allow")
     ] = None,
@@ -38,7 +50,7 @@ def fit(
     device: Device = "cpu",
     dtype: Dtype = "float32",
 ) -> None:
-    """Fit what skipped tokens get, in minutes: no data set, no gradient.
+    """Fit what skipped tokens get, or which are skipped (--probe), or how many (--table): minutes, and no data set.
 
     Runs the prompts dense, and solves for each block a small linear map from a token to what the block adds to it.
     Four fifths of the prompts are fitted on, the others say how much is explained (R² by layer). Then:
@@ -53,6 +65,7 @@ def fit(
     from shiva.bench.environment import environment
     from shiva.checkpoint import to_json, write_atomically
     from shiva.evaluate import drawing
+    from shiva.evaluate.candidates import method_named
     from shiva.fitting import fit as fit_pipeline
 
     drawing.check_device(device)
@@ -66,6 +79,16 @@ def fit(
     runs = numbers("--steps", steps, int)
     if not runs or min(runs) < 1:
         raise ValueError(f"--steps {steps} names no run; pass such as 4, or 4,8")
+    if table is not None:
+        parts = (*numbers("--cells", cells, int), 1)[:2]
+        config = method_named(table)().changed(settings_from(override))
+        one = {"steps": runs[0], "guidance": guidance, "seed": seed, "budget": budget, "arguments": arguments}
+        write_table(pipe, model, texts, output, config, {**one, "step_cells": parts[0], "layer_cells": parts[1]})
+        return
+    if probe:
+        shared: dict[str, Any] = {"steps": runs, "guidance": guidance, "seed": seed, "batch": batch}
+        write_probe(pipe, model, texts, output, {**shared, "arguments": arguments})
+        return
     how: dict[str, Any] = {"steps": runs, "guidance": guidance, "rank": rank, "degree": degree}
     how |= {"stride": stride, "seed": seed, "batch": batch, "layers_at_once": layers_at_once}
     with progress_line() as progress:
@@ -86,6 +109,41 @@ def fit(
         listed = ", ".join(map(str, fitted.weak))
         advice = "more prompts, a higher --rank, or these layers dense (attach with dense=...) may help"
         typer.secho(f"warning: little of layers {listed} is explained on held-out prompts; {advice}", err=True)
+
+
+def write_probe(pipe: Any, model: str, texts: list[str], output: Path, how: dict[str, Any]) -> None:
+    """Fit the probe of Refresh, and say how much it explains."""
+    from shiva.bench.environment import environment
+    from shiva.checkpoint import to_json, write_atomically
+    from shiva.fitting.probe import fit_probe
+
+    with progress_line() as progress:
+        probed = fit_probe(pipe, texts, progress=progress, **how)
+    probed.checkpoint(model).save_pretrained(output)
+    found = {"explained": probed.explained, "alone": probed.alone, "samples": probed.samples}
+    report = {"environment": environment(), "settings": {"model": model, "prompts": texts, **how}, **found}
+    write_atomically(output / "fit.json", to_json({**report, "seconds": round(probed.seconds, 1)}))
+    told = f"R² {probed.explained:.3f} of log distances on held-out prompts, {probed.alone:.3f} by the first block's "
+    typer.echo(f"{told}change alone; {probed.samples} waits in {probed.seconds:.0f} s")
+    typer.echo(f"{output}: shiva.attach(pipe, {str(output)!r}, budget=0.5)")
+
+
+def write_table(pipe: Any, model: str, texts: list[str], output: Path, config: Any, how: dict[str, Any]) -> None:
+    """Learn a table on whole runs, and say what it is worth."""
+    from shiva.bench.environment import environment
+    from shiva.checkpoint import to_json, write_atomically
+    from shiva.fitting.table import fit_table
+
+    with progress_line() as progress:
+        tabled = fit_table(pipe, config, texts, progress=progress, **how)
+    tabled.checkpoint(model).save_pretrained(output)
+    found = {"ratios": tabled.ratios.tolist(), "flat": tabled.flat, "learned": tabled.learned}
+    report = {"environment": environment(), "settings": {"model": model, "prompts": texts, **how}, **found}
+    write_atomically(output / "fit.json", to_json({**report, "seconds": round(tabled.seconds, 1)}))
+    for row in tabled.ratios.tolist():
+        typer.echo("  ".join(f"{ratio:.2f}" for ratio in row))
+    told = f"squared error of final latents on held-out prompts: {tabled.learned:.4g}, flat {tabled.flat:.4g}"
+    typer.echo(f"{told}; {tabled.seconds:.0f} s\n{output}: shiva.attach(pipe, {str(output)!r})")
 
 
 def texts_of(pipe: Any, prompts: str, limit: int) -> list[str]:

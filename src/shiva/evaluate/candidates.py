@@ -15,10 +15,10 @@ from shiva.api import attach, methods_by_name, plain, unknown_method
 from shiva.checkpoint import CONFIG_FILE, ShivaCheckpoint
 from shiva.core import options
 from shiva.core.method import MethodConfig
-from shiva.core.needs import install
 from shiva.core.options import Count, NotNegative, Whole, build, conform
 from shiva.evaluate.int8 import quantized
 from shiva.evaluate.rivals import CacheName, Solver, caching, solving, wraps_blocks
+from shiva.files import read_yaml
 from shiva.ops.schedule import RatioSchedule
 from shiva.session import Session
 
@@ -240,16 +240,9 @@ def read_candidates(methods: str) -> Candidates:
 
 
 def _read_file(path: Path) -> Candidates:
-    try:
-        import yaml
-    except ImportError as error:
-        raise ImportError(f"{path} needs pyyaml to be read: {install('metrics')}") from error
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not here; pass --methods a YAML file of candidates, or methods' names")
-    try:
-        content = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML ({' '.join(str(error).split())}); mend that line") from error
+    content = read_yaml(path)
     entries = content.get("candidates") if isinstance(content, dict) else None
     if not isinstance(entries, dict):
         raise ValueError(f"{path} has no `candidates`, a mapping of names; see docs/evaluation.md")

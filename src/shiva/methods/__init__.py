@@ -3,6 +3,7 @@
 from shiva.methods.coredit import CoReDiT
 from shiva.methods.dense import Dense
 from shiva.methods.diffcr import DiffCR
+from shiva.methods.diffsparse import DiffSparse
 from shiva.methods.dydit import DyDiT
 from shiva.methods.ibtm import IBTM
 from shiva.methods.jit import JiT
@@ -29,6 +30,7 @@ __all__ = [
     "CoReDiT",
     "Dense",
     "DiffCR",
+    "DiffSparse",
     "DyDiT",
     "JiT",
     "LapSum",

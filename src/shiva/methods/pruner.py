@@ -24,7 +24,7 @@ from shiva.ops.topk import hard_topk
 
 SHORTCUT = "shortcut."
 """How the names of the fill's own weights begin."""
-Attends = Literal["selected", "all"]
+Attends = Literal["selected", "all", "fresh"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PrunerOptions(ShortcutOptions):
     elsewhere. None runs them always."""
     attends: Attends = "selected"
     """What the selected attend to: selected (the paper), or all: by the keys and values that the others last had if
-    their updates are cached, by fresh ones of all tokens otherwise."""
+    their updates are cached, by fresh ones otherwise; fresh, by fresh ones of what the others are believed to be."""
 
 
 @dataclass
@@ -86,8 +86,8 @@ class Pruner(Method):
         self.shortcut = self.fill.weights
         self.guidance = config.guidance
         self.age_weight = config.age
-        self.whole_keys = config.attends == "all"
-        self.fresh_keys = self.whole_keys and not self.fill.caches
+        self.whole_keys = config.attends != "selected"
+        self.fresh_keys = self.whole_keys and (config.attends == "fresh" or not self.fill.caches)
         self.freezes = config.freeze_references is not None
         with_keys = self.whole_keys or self.freezes
         self.requires = frozenset({"block", "keys"}) if with_keys else frozenset({"block"})
@@ -244,7 +244,7 @@ class RoutedPruner(Pruner, Trainable):
         return {"router": list(self.routers.parameters()), **fill}
 
     def begin_step(self, ctx: StepContext) -> None:
-        if self.training and self.whole_keys and (self.gates_inputs or not self.fresh_keys):
+        if self.training and self.whole_keys and (self.gates_inputs or self.fill.caches):
             raise ValueError(
                 "attends='all' is for inference, unless no update is cached and the estimator gates outputs; train "
                 "with attends='selected', then pass it to attach"

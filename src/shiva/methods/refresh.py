@@ -23,6 +23,7 @@ from shiva.methods.fills import CACHE_DTYPES, Key, check_layers, key_of, keys_of
 from shiva.methods.scores import Band
 from shiva.ops.fill import cached_updates, grow_older, with_age
 from shiva.ops.probe import FEATURES, Probe, look
+from shiva.ops.schedule import RatioSchedule
 from shiva.ops.topk import hard_topk
 
 
@@ -177,6 +178,12 @@ class RefreshMethod(Refresher, Trainable):
         self.probe = Probe(config.hidden) if config.score == "probe" else None
         self.band = Band()
         self.eval()
+
+    def tables(self) -> dict[str, Tensor]:
+        return self.count.schedule.state()
+
+    def load_tables(self, tables: dict[str, Tensor]) -> None:
+        self.count.set(RatioSchedule.from_state(tables))
 
     def groups(self) -> dict[str, list[nn.Parameter]]:
         return {} if self.probe is None else {"router": list(self.probe.parameters())}

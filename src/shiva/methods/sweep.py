@@ -7,7 +7,7 @@ that bands of any width overlap least and no part waits long. This library's own
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from shiva.core.context import StepContext
 from shiva.core.method import BackboneSpec
@@ -34,15 +34,13 @@ class Sweep(PrunerOptions, CountOptions):
 class UntrainedPruner(Pruner):
     """A score that needs no training, at a flat share of the tokens."""
 
-    config: Sweep | Ranked
-
-    def __init__(self, config: Sweep | Ranked, spec: BackboneSpec, score: Score, oldest_first: bool = False):
+    def __init__(self, config: Any, spec: BackboneSpec, score: Score, oldest_first: bool = False):
         super().__init__(config, spec, tracks_age=oldest_first)
         self.count, self.score = Table(config, spec, config.dense), score
         if oldest_first:
             self.age_weight = OLDEST_FIRST
 
-    def turn(self, config: Sweep | Ranked) -> None:
+    def turn(self, config: Any) -> None:
         super().turn(config)
         self.count.turn(config)
 

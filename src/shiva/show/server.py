@@ -22,6 +22,8 @@ SIDE = 384
 """Pixels of an image on the page; small ones are enlarged alike."""
 WAITING = 16
 """Drawings in the queue; more are turned away. Tables and masks do not wait behind them."""
+LARGEST = 1 << 16
+"""Bytes of a request."""
 KEPT = (600, 3600)
 """Seconds between looks at the image files that gradio keeps, and the age at which they go."""
 TABLE = "share of the image that each layer computes at each step"
@@ -92,7 +94,8 @@ def launch(page: Any, host: str, port: int, wait: bool = True) -> str:
 class OwnPagesOnly:
     """Refuses requests under another name than ours: a page elsewhere may have had its name point here (rebinding).
 
-    Ours are localhost, the address we listen on and, where that is all of them, any address in numbers.
+    Ours are localhost, the address we listen on and, where that is all of them, any address in numbers. A request with
+    more than `LARGEST` bytes, or that does not say how many, is refused too: the page sends a prompt and some numbers.
     """
 
     def __init__(self, app: Any, host: str) -> None:
@@ -100,17 +103,24 @@ class OwnPagesOnly:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope.get("headers", ())}
-        origin = headers.get("origin")
-        if scope["type"] not in ("http", "websocket") or (
-            self.ours(headers.get("host", "")) and (origin is None or self.ours(origin.partition("://")[2]))
-        ):
+        refusal = self.refusal(headers) if scope["type"] in ("http", "websocket") else None
+        if refusal is None:
             return await self.app(scope, receive, send)
-        body = b"refused: open this page by the address it was started with"
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
             return None
-        await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
+        status, body = refusal
+        await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"text/plain")]})
         await send({"type": "http.response.body", "body": body})
+        return None
+
+    def refusal(self, headers: dict[str, str]) -> tuple[int, bytes] | None:
+        """Status and text, if a request is not served."""
+        origin, length = headers.get("origin"), headers.get("content-length", "0")
+        if not self.ours(headers.get("host", "")) or not (origin is None or self.ours(origin.partition("://")[2])):
+            return 403, b"refused: open this page by the address it was started with"
+        if "transfer-encoding" in headers or not (length.isdecimal() and int(length) <= LARGEST):
+            return 413, b"refused: a request is too large, or does not say how large it is"
         return None
 
     def ours(self, address: str) -> bool:

@@ -24,7 +24,7 @@ from shiva.show.page import Page, drawing
 from shiva.show.rows import Row, chosen_rows
 from shiva.show.style import save
 
-PROMPTS = ("pizza", "red apple", "birthday cake", "dog face", "a fox", "octopus", "sunflower", "rocket")
+PROMPTS = ("pizza", "red apple", "birthday cake", "dog face", "a fox", "octopus", "sunflower", "cactus")
 TURNS = 2
 """Parts that the prompts are drawn in, every method after the other in each, so that all meet the same machine."""
 LOOKED_INTO = ("Shiva 80", "Shiva 60", "Sweep 40")
@@ -177,7 +177,9 @@ def captioned(entry: Drawings, dense: Drawings) -> str:
 
 def save_grid(made: Sequence[Drawings], prompts: Sequence[str], path: Path) -> None:
     """All images in one picture: a row for each method, a column for each prompt."""
-    rows = [(captioned(entry, made[0]).replace(", −", "\n−"), entry.images) for entry in made]
+    rows = [
+        (f"{captioned(entry, made[0])}, {entry.seconds:.2f} s".replace(", ", "\n"), entry.images) for entry in made
+    ]
     save(figures.image_grid([textwrap.fill(prompt, 16) for prompt in prompts], rows), path)
 
 

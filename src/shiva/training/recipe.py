@@ -11,8 +11,8 @@ from typing import Any
 import shiva.methods  # noqa: F401  (a recipe names its method: each registers its config)
 from shiva.core import options
 from shiva.core.method import MethodConfig
-from shiva.core.needs import need
-from shiva.core.options import NotNegative, build, conform, merge
+from shiva.core.options import NotNegative, build, conform, fitted, merge
+from shiva.files import from_yaml, read_yaml
 from shiva.training import sections
 from shiva.training.sections import STAGES, WEIGHTS, Stage
 
@@ -139,7 +139,7 @@ def load_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
             key, equals, text = change.partition("=")
             if not equals:
                 raise ValueError(f"--set {change!r} has no value; write section.option=value")
-            nested: Any = need("yaml", "train").safe_load(text)
+            nested: Any = from_yaml(text, f"--set {change!r}")
             for part in reversed(key.split(".")):
                 nested = {part: nested}
             values = lay_over(values, nested)
@@ -157,7 +157,10 @@ def read_recipe(path: Path) -> dict[str, Any]:
     values = read_mapping(path)
     if "extends" not in values:
         return values
-    base_path = path.parent / str(values.pop("extends"))
+    extended = fitted(str, values.pop("extends"), f"{path}: extends")
+    base_path = path.parent / extended
+    if not base_path.is_file():
+        raise FileNotFoundError(f"{path}: extends={extended!r}, and there is no recipe at {base_path}; mend the path")
     base = read_mapping(base_path)
     if "extends" in base:
         raise ValueError(
@@ -170,13 +173,9 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    if not path.exists():
+    if not path.is_file():
         raise FileNotFoundError(f"there is no recipe at {path}; see the recipes/ folder for examples")
-    yaml = need("yaml", "train")
-    try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not YAML ({' '.join(str(error).split())}); mend that line") from error
+    values = read_yaml(path) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}; a recipe is a mapping")
     return values

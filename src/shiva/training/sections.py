@@ -194,7 +194,7 @@ class Sampling:
             raise ValueError(f"sampling.ratio_min={self.ratio_min} is above ratio_max={self.ratio_max}; exchange them")
         if self.batch % self.micro_batch:
             raise ValueError(
-                f"sampling.batch={self.batch} is not a multiple of micro_batch={self.micro_batch}; mend it"
+                f"sampling.batch={self.batch} is not a multiple of micro_batch={self.micro_batch}; fit one"
             )
 
     @property

@@ -158,8 +158,9 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """Folders of states, oldest first."""
-    return sorted(root.glob("step-*")) if root.is_dir() else []
+    """Folders of states, oldest first; what else lies there is somebody's own."""
+    named = [path for path in root.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()]
+    return sorted(named, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def newest_state(run: Path, say: Callable[[str], None]) -> tuple[Path, State] | None:

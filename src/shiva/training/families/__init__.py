@@ -42,13 +42,19 @@ def load_family(model: Model, dtype: torch.dtype) -> Family:
 
     if model.path.startswith((".", "/")) and not Path(model.path).is_dir():
         raise FileNotFoundError(f"model.path={model.path!r} is not a folder; paths are relative to the current folder")
-    index = DiffusionPipeline.load_config(model.path, revision=model.revision)
+    try:
+        index = dict(DiffusionPipeline.load_config(model.path, revision=model.revision))
+    except Exception as error:
+        raise unloadable(model, error) from error
     absent = {name: None for name, value in index.items() if value == [None, None]}
     for name in model.without:
         if name not in index:
             raise ValueError(f"model.without: {unknown_key(name, index, 'the pipeline')}")
         absent[name] = None
-    pipe = DiffusionPipeline.from_pretrained(model.path, revision=model.revision, dtype=dtype, **absent)
+    try:
+        pipe = DiffusionPipeline.from_pretrained(model.path, revision=model.revision, dtype=dtype, **absent)
+    except Exception as error:
+        raise unloadable(model, error) from error
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
             part.requires_grad_(False).eval()
@@ -58,3 +64,9 @@ def load_family(model: Model, dtype: torch.dtype) -> Family:
     if isinstance(family, WanFamily):
         family.frames = model.frames
     return family
+
+
+def unloadable(model: Model, error: Exception) -> ValueError:
+    """What to raise where diffusers, which raises what it likes, does not load a pipeline."""
+    told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return ValueError(f"model.path={model.path!r} does not load as a diffusers pipeline ({told}); restore its files")

@@ -1,7 +1,9 @@
-"""Fit the shortcut of every layer in closed form, from a few dense runs of any pipeline; nothing is trained.
+"""Fit what a method reads from a few dense runs of any pipeline, in minutes; the backbone is not trained.
 
-fitted = shiva.fitting.fit(pipe, prompts, steps=(4,), guidance=3.0)
-fitted.checkpoint().save_pretrained("shortcut")          # shiva.attach(pipe, "shortcut", budget=0.4)
+fitted = shiva.fitting.fit(pipe, prompts, steps=(4,), guidance=3.0)           # Lattice: a map a layer, in closed form
+fitted.checkpoint().save_pretrained("shortcut")                               # then shiva.attach(pipe, "shortcut")
+
+`fitting.probe` learns which tokens Refresh runs, `fitting.table` how many tokens each step and layer runs.
 """
 
 from __future__ import annotations

@@ -1,0 +1,115 @@
+"""What the pages say runs: every block of Python in README and docs, the notebook, and the site's build."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
+
+import shiva
+from reproduce import readme
+from shiva.evaluate.drawing import load_with_arguments
+
+from tiny import make_sd3
+
+REPOSITORY = Path(__file__).parent.parent
+PAGES = sorted(
+    path
+    for path in (REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").rglob("*.md"))
+    if "```python\n" in path.read_text()
+)
+LOADED = re.compile(r"<(?:script|img|iframe)[^>]+src=\"http[^\"]+|<link rel=\"stylesheet\" href=\"http[^\"]+")
+"""What a page would fetch from elsewhere."""
+BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+EMOJI, CHECKPOINTS = REPOSITORY / "models" / "emoji", REPOSITORY / "models"
+NAMED = {"fitted": "lattice", "path-or-hub-id": "shiva/60", "runs/sd3-60/checkpoint": "shiva/60", "models": ""}
+"""Folders that pages name, and ours that stand in for them."""
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Any:
+    torch.set_num_threads(1)
+    return load_with_arguments(EMOJI)
+
+
+@pytest.fixture
+def namespace(embedded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """What a reader has at hand: a pipeline. Any that a page loads is the embedded one, in few steps."""
+    pipe, arguments = embedded
+    call = StableDiffusion3Pipeline.__call__
+
+    def short(self: Any, *args: Any, **given: Any) -> Any:
+        steps = min(given.pop("num_inference_steps", 5), 5)
+        return call(self, *args, **{**arguments, **given, "num_inference_steps": steps})
+
+    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", lambda *args, **options: pipe)
+    monkeypatch.setattr(DiffusionPipeline, "to", lambda self, *args, **options: self)
+    monkeypatch.setattr(StableDiffusion3Pipeline, "__call__", short)
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)  # which tests/test_pipelines.py tries
+    monkeypatch.setattr(pipe, "transformer_2", make_sd3(), raising=False)
+    monkeypatch.chdir(tmp_path)
+    for name, ours in NAMED.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).symlink_to(CHECKPOINTS / ours)
+    yield {"shiva": shiva, "torch": torch, "diffusers": diffusers, "pipe": pipe}
+    shiva.detach(pipe)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", PAGES, ids=[str(path.relative_to(REPOSITORY)) for path in PAGES])
+def test_every_block_of_python_runs(page: Path, namespace: dict[str, Any]) -> None:
+    for number, block in enumerate(BLOCK.findall(page.read_text()), start=1):
+        with contextlib.redirect_stdout(None):
+            exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
+
+
+def test_the_table_of_the_readme_is_that_of_the_results() -> None:
+    page = (REPOSITORY / "README.md").read_text()
+    assert readme.filled(page) == page, "python -m reproduce.readme writes it"
+
+
+def test_the_readme_is_short_and_begins_with_what_one_needs() -> None:
+    page = (REPOSITORY / "README.md").read_text()
+    places = [page.index(part) for part in ("docs/images/grid.png", "## Install", "```python", "## What you get")]
+    assert places == sorted(places)
+    assert len(page[: places[-1]].split()) < 300, "two minutes read aloud, to the first figure"
+    assert page.count("\n| --- |") == 1, "one table"
+    for link in re.findall(r"\]\(([^)#]+)", page):
+        assert link.startswith("https://") or (REPOSITORY / link).exists(), link
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(build, cwd=REPOSITORY, env=quiet, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    assert "set_budget" in (tmp_path / "api.html").read_text()
+    for page in tmp_path.rglob("*.html"):
+        loaded = LOADED.findall(page.read_text())
+        assert loaded == [], page
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom(monkeypatch: pytest.MonkeyPatch) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("SHIVA_NOTEBOOK_STEPS", "4")
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "src"))
+    notebook = nbformat.read(REPOSITORY / "examples" / "first.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(REPOSITORY)}}).execute()
+    shown = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert sum("image/png" in output.get("data", {}) for output in shown) == 4
