@@ -44,6 +44,7 @@ COLUMNS = {
     "ToCa": "toca",
     "CoReDiT": "coredit",
     "JiT": "jit",
+    "DiffSparse": "diffsparse",
 }
 
 

@@ -146,19 +146,16 @@ class Site:
 
     def unpack(self, output: Any, layout: Layout) -> Streams:
         if len(self.outputs) == 1:
-            return Streams(*self.split_output(output, layout))
+            image, rest = self.split(output, layout)
+            return Streams(image, None, rest)
         if len(output) != len(self.outputs):
             raise ValueError(
                 f"{self.name} returned {len(output)} streams where {len(self.outputs)} are known; "
                 "detach image prompt adapters, or reduce whole blocks instead"
             )
         named = dict(zip(self.outputs, output, strict=True))
-        image, _, rest = self.split_output(named["image"], layout)
+        image, rest = self.split(named["image"], layout)
         return Streams(image, named["text"], rest)
-
-    def split_output(self, output: Tensor, layout: Layout) -> tuple[Tensor, None, Tensor | None]:
-        image, rest = self.split(output, layout)
-        return image, None, rest
 
     def pack(self, streams: Streams, layout: Layout) -> Any:
         image = self.join(streams.image, streams.rest, layout)
@@ -188,19 +185,11 @@ def key_sites(attention: Site, text: TextPlace | None = None) -> list[Site]:
     """
     if is_fused(attention.module):
         return []
-    modules = [(f"{attention.name}.{name}", getattr(attention.module, name)) for name in ("to_k", "to_v")]
     return [
-        replace(
-            attention,
-            name=name,
-            kind="keys",
-            module=module,
-            outputs=("image",),
-            image=parameter_names(module)[0],
-            per_token={},
-            text=text or attention.text,
+        attention.inside(
+            name, "keys", image=parameter_names(getattr(attention.module, name))[0], text=text or attention.text
         )
-        for name, module in modules
+        for name in ("to_k", "to_v")
     ]
 
 
