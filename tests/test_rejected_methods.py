@@ -158,7 +158,7 @@ def test_what_a_run_carries_holds_no_graph_of_its_steps(config: Any) -> None:
             model(**call)[0].sum().backward()
             assert call["hidden_states"].grad.abs().sum() > 0
             assert session.ctx is not None
-            held = [value for part in vars(session.ctx.run).values() for value in part.values()]
+            held = [value for part in vars(session.ctx.run).values() if part for value in part.values()]
             tensors = [value for value in held if isinstance(value, Tensor)]
             assert tensors
             assert not any(tensor.requires_grad for tensor in tensors)

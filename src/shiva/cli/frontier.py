@@ -20,8 +20,8 @@ def frontier(
     model: Annotated[str, typer.Argument(help="Folder or hub id of a diffusers pipeline")],
     prompts: Annotated[
         str, typer.Option(help="A prompt set (txt, csv, tsv, json, parquet), or how many of our own")
-    ] = "6",
-    limit: Annotated[int, typer.Option(min=1, help="Prompts taken of a file, evenly spaced over it")] = 6,
+    ] = "8",
+    limit: Annotated[int, typer.Option(min=1, help="Prompts taken of a file, evenly spaced over it")] = 8,
     steps: Annotated[int, typer.Option(min=2, help="Denoising steps, as the model is used now")] = 28,
     guidance: Annotated[float, typer.Option(help="Guidance scale; 1 for none")] = 4.5,
     solver: Annotated[

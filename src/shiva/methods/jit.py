@@ -62,7 +62,6 @@ class JiT(MethodConfig):
 
 class JiTMethod(Method):
     sites = frozenset({"model"})
-    requires = frozenset({"model"})
     new_step = list
     config: JiT
 

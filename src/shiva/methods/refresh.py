@@ -72,7 +72,7 @@ class Refresher(Method):
         self.leading = leading
         self.count = Table(config, spec, range(leading))
         self.guidance, self.whole_keys = config.guidance, config.attends == "all"
-        self.requires = frozenset({"model", "keys"}) if self.whole_keys else frozenset({"model"})
+        self.requires = frozenset({"keys"}) if self.whole_keys else frozenset()
 
     def selects(self, site: Place) -> bool:
         return site.kind == "keys" and self.whole_keys and site.layer >= self.leading
