@@ -120,7 +120,7 @@ class SiteHook(ModelHook):
 
         if self.leads and not ctx.reruns(site.name):
             ctx.held = self._hold(x, ctx)
-        if ctx.held is not None and site.kind == "block":
+        if ctx.held is not None and site.kind == "block" and site.layer >= session.method.leading:
             streams = run(x if x.shape[1] < ctx.tokens else ctx.held.reduction.reduce(x), ctx.held.reduction)
             if self.ends:
                 streams = streams._replace(image=ctx.held.reduction.restore(streams.image, ctx.held.base))

@@ -68,7 +68,7 @@ class RASMethod(Refresher):
             ran = torch.zeros(output.shape[0], ctx.tokens, dtype=torch.bool, device=output.device)
             ran.scatter_(1, ctx.now.indices, True)
             output = torch.where(token_mask(ran, output, ctx.layout), output, run.predictions[ctx.branch])
-        run.predictions[ctx.branch] = output
+        run.predictions[ctx.branch] = output.detach()
         if not ctx.branch:
-            run.busy = to_tokens(output, ctx.layout).float().std(dim=-1)
+            run.busy = to_tokens(output.detach(), ctx.layout).float().std(dim=-1)
         return output

@@ -95,7 +95,8 @@ class ToCaMethod(Method):
         if whole or k >= x.shape[1]:
             out = run(x, None)
             if k < x.shape[1]:
-                kept.updates[key], kept.texts[key] = out.image.detach().clone(), out.text
+                kept.updates[key] = out.image.detach().clone()
+                kept.texts[key] = None if out.text is None else out.text.detach()
                 kept.ages[key] = x.new_zeros(x.shape[:2], dtype=torch.float32)
             return out
         if k == 0:
@@ -109,6 +110,8 @@ class ToCaMethod(Method):
         """The k tokens that a cache would harm most: those with much to say, that waited, evenly over the grid."""
         now: ToCaStep = ctx.now
         ages, key = ctx.run.ages, key_of(site, ctx)
+        if ctx.reruns(site.name):
+            return now.indices[site.name]
         if site.name not in now.indices or not ctx.branch or self.guidance == "per-sample":
             with ctx.phase("router"):
                 size = known.float().norm(dim=-1)
