@@ -16,20 +16,17 @@ README, RESULTS = ROOT / "README.md", ROOT / "results" / "eval"
 EVALUATIONS = ("emoji-128-64", "emoji-128", "emoji-64")
 """The first that has a main table is shown."""
 SHOWN = (
-    "dense",
-    "turbo",
-    "fewer steps",
-    "Sweep 80",
-    "Sweep 60",
-    "Sweep 40",
-    "Shiva 80",
-    "Shiva 60",
-    "Lattice",
-    "ToMeSD",
-    "ToMA",
-    "SDTM",
+    r"dense",
+    r"\d+ steps",
+    r"turbo.*",
+    r"Sweep (80|60|40)",
+    r"Shiva (80|60)",
+    r"Lattice( \d+)?",
+    r"ToMeSD",
+    r"ToMA",
+    r"SDTM",
 )
-"""Rows, by how their names start."""
+"""Rows, by their names."""
 COLUMNS = {
     "saved": "FLOPs saved",
     "latency, s": "seconds an image",
@@ -52,15 +49,10 @@ def table_of(document: dict[str, Any]) -> list[str]:
         for heading in every
         if heading.startswith(start) and "MACs" not in heading and any(every[heading].values())
     }
-    methods = [name for start in SHOWN for name in next(iter(every.values())) if is_row(name, start)]
+    methods = [name for wanted in SHOWN for name in next(iter(every.values())) if re.fullmatch(wanted, name)]
     rows = [[name, *(cells.get(name, "") for cells in columns.values())] for name in methods]
     lines = [["", *columns], ["---", *["---:"] * len(columns)], *rows]
     return [f"| {' | '.join(line)} |" for line in lines]
-
-
-def is_row(name: str, start: str) -> bool:
-    """`Lattice` starts `Lattice 60`; `Shiva 80` does not start its variants."""
-    return name == start or (name.startswith(f"{start} ") and not start[-1].isdigit()) or name.startswith(f"{start}:")
 
 
 def text_of(folder: Path) -> str:

@@ -27,7 +27,9 @@ def mutated(rng: random.Random, value: Any, touched: list[str]) -> Any:
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         known = places(value)
         if not known:
-            return rng.choice(HOSTILE)
+            value = rng.choice(HOSTILE)
+            touched += value if isinstance(value, dict) else ()
+            return value
         *path, last = rng.choice(known)
         touched += [key for key in (*path, last) if isinstance(key, str)]
         holder = value

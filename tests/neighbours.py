@@ -25,6 +25,8 @@ MANY = (*FEW, "pixart", "flux2", "zimage", "ltx", "hunyuan-video", "chroma")
 CACHES = ("flux", "qwen", "wan", "ltx")
 NO_WHOLE_GRAPH = ("lumina2", "qwen21", "zimage", "hidream", "hunyuan-video-15")
 """Transformers that read values on the host, or enter what no graph can hold."""
+ALIKE = ("kontext", "qwen-zero-t", "bria", "longcat", "wan-per-token", "wan-vace", "skyreels", "ltx-per-token")
+"""Those whose stacks, and so graphs, are like another's."""
 CPU = torch.device("cpu")
 
 
@@ -107,7 +109,7 @@ NEIGHBOURS: dict[str, Neighbour] = {
         classes=("flux", "qwen", "wan"), test="test_beside::test_blocks_compiled_one_by_one_share_two_graphs"
     ),
     "session.compile()": Neighbour(
-        classes=tuple(name for name in TINY if name not in NO_WHOLE_GRAPH and name != "dit"),
+        classes=tuple(name for name in TINY if name not in (*NO_WHOLE_GRAPH, *ALIKE, "dit")),
         test="test_patterns::test_a_step_is_one_graph_where_the_dense_model_is",
     ),
     "gradient checkpointing": Neighbour(

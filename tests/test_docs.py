@@ -17,7 +17,9 @@ import torch
 from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
 
 import shiva
+from browser import PHONE, TOO_WIDE, UNNAMED, become_a_phone, complaints, open_browser
 from reproduce import readme
+from shiva.backbones.known import known
 from shiva.evaluate.drawing import load_with_arguments
 
 from tiny import make_sd3
@@ -85,21 +87,40 @@ def test_the_readme_is_short_and_begins_with_what_one_needs() -> None:
     assert places == sorted(places)
     assert len(page[: places[-1]].split()) < 300, "two minutes read aloud, to the first figure"
     assert page.count("\n| --- |") == 1, "one table"
+    assert f"{len(list(known()))} transformer classes" in page
     for link in re.findall(r"\]\(([^)#]+)", page):
         assert link.startswith("https://") or (REPOSITORY / link).exists(), link
 
 
-@pytest.mark.slow
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages as mkdocs builds them; a warning stops it."""
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(build, cwd=REPOSITORY, env=quiet, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
-    assert "set_budget" in (tmp_path / "api.html").read_text()
-    for page in tmp_path.rglob("*.html"):
-        loaded = LOADED.findall(page.read_text())
-        assert loaded == [], page
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_asks_the_network_for_nothing(site: Path) -> None:
+    assert "set_budget" in (site / "api.html").read_text()
+    for page in site.rglob("*.html"):
+        assert LOADED.findall(page.read_text()) == [], page
+
+
+@pytest.mark.slow
+def test_the_site_reads_on_a_phone_and_complains_of_nothing(site: Path) -> None:
+    with open_browser() as browser:
+        become_a_phone(browser)
+        for page in ("index", "api", "methods", "performance", "report", "how-to/compose"):
+            browser.get((site / f"{page}.html").as_uri())
+            assert browser.execute_script(TOO_WIDE) <= PHONE, page
+            assert browser.execute_script(UNNAMED) == 0, page
+            ours = [line for line in complaints(browser) if "search" not in line]  # which needs a server
+            assert ours == [], page
 
 
 @pytest.mark.slow
@@ -110,6 +131,11 @@ def test_the_notebook_runs_from_top_to_bottom(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("SHIVA_NOTEBOOK_STEPS", "4")
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "src"))
     notebook = nbformat.read(REPOSITORY / "examples" / "first.ipynb", as_version=4)
+    assert images_in(notebook) == 4, "they are seen without running it"
     NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(REPOSITORY)}}).execute()
+    assert images_in(notebook) == 4
+
+
+def images_in(notebook: Any) -> int:
     shown = [output for cell in notebook.cells for output in cell.get("outputs", ())]
-    assert sum("image/png" in output.get("data", {}) for output in shown) == 4
+    return sum("image/png" in output.get("data", {}) for output in shown)

@@ -17,6 +17,7 @@ from diffusers import StableDiffusion3Pipeline
 from recipes.emoji.assemble import SHIFT, TERMINAL, assemble, load_transformer, verify
 from recipes.emoji.conditioning import Text
 from recipes.emoji.flow import scheduler_sigmas
+from recipes.emoji.restore import restore
 from recipes.emoji.turbo import SHARES, SUBSTEPS, School, few_steps, way_of_teacher
 from test_emoji_recipe import state  # noqa: F401  (a fixture)
 
@@ -93,3 +94,20 @@ def test_stock_diffusers_runs_the_turbo_in_four_steps(state: Path, tmp_path: Pat
     )
     sigmas = scheduler_sigmas(4, SHIFT, TERMINAL)
     torch.testing.assert_close(drawn, few_steps(pipe.transformer, noise, Text(hidden, pooled), sigmas))
+
+
+def test_a_pipeline_that_links_is_restored_and_trained_on(state: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Another machine has the committed folders alone."""
+    assemble(state, tmp_path / "emoji")
+    assemble(state, tmp_path / "turbo", shares=tmp_path / "emoji", turbo=True)
+    clock = restore(tmp_path / "turbo", tmp_path / "state", "turbo")
+    assert (clock.step, clock.images) == (7, 56)
+    again, known = load_transformer(tmp_path / "state" / "turbo.safetensors")
+    before = load_transformer(state / "transformer.safetensors")[0]
+    assert known["step"] == 7
+    for name, value in before.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], value.half().float())
+    assert not (tmp_path / "state" / "text_encoder").is_symlink()
+    assert (tmp_path / "state" / "text_encoder" / "config.json").is_file()
+    with pytest.raises(FileExistsError, match="resumes from it"):
+        restore(tmp_path / "turbo", tmp_path / "state", "turbo")

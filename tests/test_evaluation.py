@@ -495,6 +495,9 @@ def test_candidates_are_checked_at_the_door(tmp_path: Path) -> None:
     path.write_text("candidates: {x: {method: ToMA, ratio: 1}}")
     with pytest.raises(ValueError, match="candidates.x has no option 'ratio'"):
         read_candidates(str(path))
+    path.write_text("candidates: {x: {method: ToMeSD, options: {sites: [attent]}}}")
+    with pytest.raises(ValueError, match=r"candidates.yaml: candidates.x: sites\[0\]='attent' is unknown"):
+        read_candidates(str(path))
 
 
 # -- the command ---------------------------------------------------------------------------------------

@@ -124,7 +124,12 @@ def try_checkpoint(rng: random.Random, folder: Path, names: list[str]) -> None:
         SUBJECTS.append(Subject(folder))
     subject = SUBJECTS[0]
     spoilt = rng.choice([path for path in subject.files if path.suffix != ".md"])
-    names += [spoilt.name, "this checkpoint is for", *(["the adapter"] if "adapter" in spoilt.parts else [])]
+    names += [
+        spoilt.name,
+        "this checkpoint is for",
+        "the checkpoint's weights",
+        *(["the adapter"] if "adapter" in spoilt.parts else []),
+    ]
     for path, data in subject.files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         if path == spoilt and path.suffix == ".json" and rng.random() < 0.8:
@@ -236,7 +241,13 @@ def try_command(rng: random.Random, folder: Path, names: list[str]) -> None:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code in (0, 2), (words, result.output)
-    told = [*(word for word in words[1:] if word), "Missing option '--", "Missing argument '", "Invalid value for '"]
+    told = [
+        *(word for word in words[1:] if word),
+        "Missing option '--",
+        "Missing argument '",
+        "Invalid value for '",
+        "extra argument",
+    ]
     assert result.exit_code == 0 or any(name in result.output for name in told), (words, result.output)
 
 

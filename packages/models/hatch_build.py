@@ -8,7 +8,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 MODELS = Path("..", "..", "models")
-SHOWN = ("emoji*", "shiva*", "lattice*", "README.md")
+SHOWN = ("emoji*", "shiva*", "lattice*", "turbo", "README.md")
 
 
 class Models(BuildHookInterface):

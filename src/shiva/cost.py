@@ -263,7 +263,7 @@ class Summary:
         table.add_section()
         table.add_row("", "whole run", "", f"{self.keep:.3f}", f"{self.flops_share:.1%} of dense")
         text = io.StringIO()
-        console = Console(file=text, width=100)
+        console = Console(file=text, width=100, force_jupyter=False, force_terminal=False, color_system=None)
         console.print(table)
         if self.seconds:
             spent = ", ".join(f"{phase} {seconds * 1e3:.1f}" for phase, seconds in self.seconds.items())

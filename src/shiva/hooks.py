@@ -120,7 +120,7 @@ class SiteHook(ModelHook):
 
         if self.leads and not ctx.reruns(site.name):
             ctx.held = self._hold(x, ctx)
-        if ctx.held is not None and site.kind == "block" and site.layer >= session.method.leading:
+        if ctx.held is not None and site.kind == "block" and self.reduces:
             streams = run(x if x.shape[1] < ctx.tokens else ctx.held.reduction.reduce(x), ctx.held.reduction)
             if self.ends:
                 streams = streams._replace(image=ctx.held.reduction.restore(streams.image, ctx.held.base))
@@ -137,7 +137,8 @@ class SiteHook(ModelHook):
     def _hold(self, x: Tensor, ctx: StepContext) -> Held | None:
         """The reduction of a method that acts on the whole model, from its first block's input x (B, N, D)."""
         method = self.session.method
-        reduction = method.reduction(x, replace(self.site, name="", kind="model"), ctx)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and method.training):
+            reduction = method.reduction(x, replace(self.site, name="", kind="model"), ctx)
         if reduction is not None and not ctx.blocks_adjoin:
             raise ValueError(
                 f"a ControlNet adds to all tokens between blocks, where {method} holds fewer; detach one of them"
@@ -226,10 +227,11 @@ class Hooks:
                 f"{type(method).__name__} matches none of the {len(self._sites)} sites of "
                 f"{spec.name} ({spec.layers} layers); widen its layers or sites"
             )
-        for kind in sorted(method.requires - {"keys"} - {site.kind for site in acting}):
+        for kind in sorted(method.requires - {"keys", "model"} - {site.kind for site in acting}):
             raise ValueError(f"{method} needs to reduce the {kind} of a block, which {spec.name} does not offer apart")
         keyed = {hook.site.layer for hook in self._sites if hook.site.kind == "keys"}
-        keyless = [site.name for site in acting if site.kind == "block" and site.layer not in keyed]
+        whole_blocks = [hook.site for hook in blocks if hook.reduces]
+        keyless = [site.name for site in whole_blocks if site.layer not in keyed]
         if "keys" in method.requires and (keyless or not self.key_sites()):
             raise ValueError(
                 f"{method} needs separate projections to keys and values, which {spec.name} lacks here"

@@ -289,9 +289,11 @@ class Session:
 
     def _end(self, output: Any, ctx: StepContext) -> Any:
         """The transformer's output, with the prediction that the method puts in its place."""
-        replaced = self.method.end_step(output[0], ctx)
-        if replaced is None:
+        given = output[0]
+        prediction = self.method.end_step(self.backbone.channels_second(given), ctx)
+        if prediction is None:
             return output
+        replaced = self.backbone.in_place_of(prediction, given)
         if isinstance(output, tuple):
             return (replaced, *output[1:])
         output[next(iter(output))] = replaced
@@ -319,6 +321,7 @@ class Session:
     def _context(self, call: Call) -> StepContext:
         self._priced = layout = self._read_layout(call)
         latents = self.backbone.latents_of(call)
+        seen = self.backbone.channels_second(latents)
         self._batch = latents.shape[0]
         timestep = read_timestep(self.backbone.timestep(call))
         schedule = getattr(getattr(self.pipeline, "scheduler", None), "timesteps", None)
@@ -339,8 +342,8 @@ class Session:
             step=run.step,
             first=run.first,
             steps=None if timesteps is None else len(timesteps),
-            latents=latents,
-            channels=self.backbone.channels(latents),
+            latents=seen,
+            channels=seen.shape[-1 if seen.ndim == 3 else 1],
             guidance_pairs=run.paired,
             conditional_half=self.backbone.conditional_half,
             branch=run.branch,

@@ -146,19 +146,16 @@ class Site:
 
     def unpack(self, output: Any, layout: Layout) -> Streams:
         if len(self.outputs) == 1:
-            return Streams(*self.split_output(output, layout))
+            image, rest = self.split(output, layout)
+            return Streams(image, None, rest)
         if len(output) != len(self.outputs):
             raise ValueError(
                 f"{self.name} returned {len(output)} streams where {len(self.outputs)} are known; "
                 "detach image prompt adapters, or reduce whole blocks instead"
             )
         named = dict(zip(self.outputs, output, strict=True))
-        image, _, rest = self.split_output(named["image"], layout)
+        image, rest = self.split(named["image"], layout)
         return Streams(image, named["text"], rest)
-
-    def split_output(self, output: Tensor, layout: Layout) -> tuple[Tensor, None, Tensor | None]:
-        image, rest = self.split(output, layout)
-        return image, None, rest
 
     def pack(self, streams: Streams, layout: Layout) -> Any:
         image = self.join(streams.image, streams.rest, layout)
@@ -188,19 +185,11 @@ def key_sites(attention: Site, text: TextPlace | None = None) -> list[Site]:
     """
     if is_fused(attention.module):
         return []
-    modules = [(f"{attention.name}.{name}", getattr(attention.module, name)) for name in ("to_k", "to_v")]
     return [
-        replace(
-            attention,
-            name=name,
-            kind="keys",
-            module=module,
-            outputs=("image",),
-            image=parameter_names(module)[0],
-            per_token={},
-            text=text or attention.text,
+        attention.inside(
+            name, "keys", image=parameter_names(getattr(attention.module, name))[0], text=text or attention.text
         )
-        for name, module in modules
+        for name in ("to_k", "to_v")
     ]
 
 
@@ -218,6 +207,8 @@ class Backbone:
     """Class names of the transformers it handles."""
     latents: str = "hidden_states"
     """The transformer's argument with the noisy latents."""
+    channel_axis: int | None = None
+    """Of the latents, where channels do not come second, or last in tokens (B, N, C)."""
     conditional_half: int = 1
     """Which half of a batch under classifier-free guidance the pipeline gives the prompt, 0 or 1."""
     layout_reads: tuple[str, ...] = ()
@@ -239,9 +230,15 @@ class Backbone:
         """The noisy latents of a call; two calls of one step may give the very same tensor."""
         return call[self.latents]
 
-    def channels(self, latents: Tensor) -> int:
-        """Of the latents: tokens (B, N, C), or pictures (B, C, H, W) and clips (B, C, F, H, W)."""
-        return latents.shape[-1 if latents.ndim == 3 else 1]
+    def channels_second(self, latents: Any) -> Tensor:
+        """Latents or a prediction as methods see them: (B, C, H, W), of clips (B, C, F, H, W), or tokens (B, N, C)."""
+        found = torch.stack(latents) if isinstance(latents, list) else latents
+        return found if self.channel_axis is None else found.movedim(self.channel_axis, 1)
+
+    def in_place_of(self, prediction: Tensor, given: Any) -> Any:
+        """The reverse of `channels_second`, in the form of what the transformer gave."""
+        found = prediction if self.channel_axis is None else prediction.movedim(1, self.channel_axis)
+        return list(found) if isinstance(given, list) else found
 
     def spec(self, transformer: Any) -> BackboneSpec:
         raise NotImplementedError

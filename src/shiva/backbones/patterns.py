@@ -182,7 +182,6 @@ class PatternBackbone(Backbone):
     prompt: Prompt
     latents: str = "hidden_states"
     channel_axis: int | None = None
-    """Of the latents, where it is not as usual."""
     conditional_half: int = 1
     layout_reads: tuple[str, ...] = ()
     heads: str | Callable[[Any], int] = "num_attention_heads"
@@ -217,9 +216,6 @@ class PatternBackbone(Backbone):
 
     def layout(self, transformer: Any, call: Call) -> Layout:
         return self.grid(transformer, call)
-
-    def channels(self, latents: Tensor) -> int:
-        return super().channels(latents) if self.channel_axis is None else latents.shape[self.channel_axis]
 
     @property
     def rises(self) -> bool:  # type: ignore[override]

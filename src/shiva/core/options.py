@@ -71,7 +71,7 @@ def unknown_key(key: str, known: Iterable[str], owner: str) -> str:
     """The error text for a key that `owner` does not have."""
     known = sorted(known)
     nearest = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known keys: {', '.join(known)}"
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known keys: {', '.join(known) or 'none, leave it out'}"
     return f"{owner} has no option {key!r}; {hint}"
 
 

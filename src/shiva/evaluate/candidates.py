@@ -250,7 +250,18 @@ def _read_file(path: Path) -> Candidates:
         if entry is not None and not isinstance(entry, dict):
             raise ValueError(f"{path}: candidate {name!r} is {entry!r}; write a mapping such as {{method: ToMeSD}}")
     try:
-        made = {str(name): build(Candidate, entry or {}, f"candidates.{name}") for name, entry in entries.items()}
+        made = {str(name): _read_candidate(str(name), entry or {}) for name, entry in entries.items()}
         return build(Candidates, {**content, "candidates": made}, text=True)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _read_candidate(name: str, entry: dict[str, Any]) -> Candidate:
+    """A candidate, its method's options checked; a checkpoint may come later."""
+    candidate = build(Candidate, entry, f"candidates.{name}")
+    try:
+        if candidate.method is not None:
+            candidate.source()
+    except ValueError as error:
+        raise ValueError(f"candidates.{name}: {error}") from error
+    return candidate

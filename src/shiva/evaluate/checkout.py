@@ -19,6 +19,12 @@ BASE = ("emoji-128", "emoji")
 """The embedded text-to-image models; the first that is there is the one that the demo shows."""
 TURBO = ("emoji-128-turbo", *BASE)
 """The same for few steps, which the server opens with."""
+CHECKPOINTS = {
+    "emoji": {"Shiva 80": "shiva/80", "Shiva 60": "shiva/60", "Lattice": "lattice"},
+    "emoji-128": {"Shiva 80": "shiva-128/80", "Shiva 60": "shiva-128/60", "Lattice": "lattice-128"},
+    "emoji-128-turbo": {"Shiva 60": "turbo/shiva", "Lattice": "turbo/lattice"},
+}
+"""Of each embedded model, beside it: methods' checkpoints by folder."""
 
 
 def reproduce(module: str, *folders: Path) -> ModuleType | None:
@@ -50,21 +56,25 @@ def embedded(*names: str) -> Path:
     found = next((folder / name for name in names if (folder / name).is_dir()), None)
     if found is None:
         raise FileNotFoundError(f"{folder / names[0]} is not here; {folder / 'README.md'} lists what is")
-    return found.relative_to(Path.cwd()) if found.is_relative_to(Path.cwd()) else found
+    return near(found)
 
 
-def checkpoint_for(model: str | Path, folder: str) -> Path | None:
-    """The embedded checkpoint of a model: `shiva/60` of emoji-128 is in shiva-128/60; None where there is none."""
-    root, name, kind = models_folder(), Path(model).name, folder.partition("/")
-    if root is None or not name.startswith(BASE[-1]):
+def checkpoint_for(model: str | Path, method: str) -> Path | None:
+    """Where the embedded checkpoint of a method for a model is, or would be; None where none is meant to be."""
+    root, folder = models_folder(), CHECKPOINTS.get(Path(model).name, {}).get(method)
+    if root is None or folder is None:
         return None
-    found = root / f"{kind[0]}{name.removeprefix(BASE[-1])}" / kind[2]
-    return found if found.is_dir() else None
+    return near(root / folder)
+
+
+def near(path: Path) -> Path:
+    """The path as one would type it here."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def usual_run(model: str | Path) -> tuple[int, float]:
     """Steps and guidance that a model is meant for: the embedded ones' own, else common ones."""
     name = Path(model).name
     if name.endswith("-turbo"):
-        return 4, 1.0
+        return 4, 0.0
     return (16, 3.0) if name in BASE else (28, 4.5)

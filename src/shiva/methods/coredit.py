@@ -40,7 +40,7 @@ class CoReDiT(MethodConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        merged_share("ratio", min(1.0, self.ratio * (1 + self.growth)))
+        merged_share("ratio * (1 + growth)", self.ratio * (1 + self.growth))
 
     def share(self, step: int, steps: int) -> float:
         progress = min(step / (steps - 1), 1.0) if steps > 1 else 0.5

@@ -33,7 +33,7 @@ class Shiva(RoutedOptions, CountOptions):
         how many: budget or flops, bucket, dense, dense_steps, share_pairs
         which: guidance, age, cover
         what the others get: fill, near, cache_dtype, cache_layers, spread, parts
-        what the chosen see: attends
+        what the chosen see: attends, freeze_references
     What training settles, and a checkpoint fixes:
         the router: sharing, bottleneck, signals, signal_length
         the ratios: policy, beta, dual, noise_free

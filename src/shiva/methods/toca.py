@@ -110,7 +110,7 @@ class ToCaMethod(Method):
         """The k tokens that a cache would harm most: those with much to say, that waited, evenly over the grid."""
         now: ToCaStep = ctx.now
         ages, key = ctx.run.ages, key_of(site, ctx)
-        if ctx.reruns(site.name):
+        if ctx.reruns(site.name) and site.name in now.indices:
             return now.indices[site.name]
         if site.name not in now.indices or not ctx.branch or self.guidance == "per-sample":
             with ctx.phase("router"):

@@ -13,7 +13,7 @@ from shiva.show import figures
 from shiva.show.documents import add_tables, load, measured_on, own_image, tables_of
 from shiva.show.glossary import meanings
 from shiva.show.page import PAPER, Page, drawing
-from shiva.show.style import DENSE, colour
+from shiva.show.style import DENSE, colour, family
 
 COSTS = ("GFLOPs", "latency, s")
 """Columns that quality is drawn against."""
@@ -84,9 +84,10 @@ def question(stem: str) -> str:
 
 
 def captions(run: Mapping[str, Any], main: Mapping[str, Any]) -> dict[str, str]:
-    """What stands under each candidate's images, in the order of the main table's rows."""
+    """What stands under each candidate's images: dense and ours side by side, then the others as in the main table."""
     costs = main.get("results", {}).get("cost", {})
     ordered = [*(name for name in costs if name in run["candidates"]), *run["candidates"]]
+    ordered.sort(key=lambda name: (family(name).title != "dense", not family(name).ours))
     saved = {name: round(100 * (1 - cost["share"])) for name, cost in costs.items()}
     return {name: f"{name}, −{saved[name]} % FLOPs" if saved.get(name) else name for name in ordered}
 

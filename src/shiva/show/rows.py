@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shiva.evaluate.candidates import DENSE, Candidate, read_candidates
-from shiva.evaluate.checkout import BASE, embedded, usual_run
+from shiva.evaluate.checkout import BASE, TURBO, checkpoint_for, embedded, usual_run
 
 STEPS, GUIDANCE = usual_run(BASE[0])
 
@@ -30,22 +30,22 @@ class Row:
 
 def demo_rows(base: str) -> list[Row]:
     """At most eight: the dense model and ours beside it, then its rivals."""
-    size = base.removeprefix("emoji")
 
-    def checkpoint(folder: str, budget: float) -> Candidate:
-        return Candidate(checkpoint=str(embedded(BASE[-1]).parent / folder), options={"budget": budget})
+    def checkpoint(method: str, budget: float) -> Candidate:
+        return Candidate(checkpoint=str(checkpoint_for(base, method)), options={"budget": budget})
 
-    turbo = embedded(BASE[-1]).parent / f"{base}-turbo"
-    fast = [Row("turbo in 4 steps", model=turbo, steps=4, guidance=1.0)] if turbo.is_dir() else []
+    turbo = embedded(base).parent / TURBO[0]
+    steps, guidance = usual_run(turbo)
+    few = [Row(f"turbo in {steps} steps", model=turbo, steps=steps, guidance=guidance)] if turbo.is_dir() else []
     return [
         Row(DENSE),
         Row("Sweep 40", Candidate(method="Sweep", options={"budget": 0.4})),
-        Row("Shiva 80", checkpoint(f"shiva{size}/80", 0.8)),
-        Row("Shiva 60", checkpoint(f"shiva{size}/60", 0.6)),
-        Row("Lattice 60", checkpoint(f"lattice{size}", 0.6)),
+        Row("Shiva 80", checkpoint("Shiva 80", 0.8)),
+        Row("Shiva 60", checkpoint("Shiva 60", 0.6)),
+        Row("Lattice 60", checkpoint("Lattice", 0.6)),
         Row("ToMeSD", Candidate(method="ToMeSD", preset="paper")),
-        Row("fewer steps: 10", steps=10),
-        *fast,
+        Row("fewer steps", steps=10),
+        *few,
     ]
 
 

@@ -25,7 +25,7 @@ from shiva.show.rows import Row, chosen_rows
 from shiva.show.style import save
 
 PROMPTS = ("pizza", "red apple", "birthday cake", "dog face", "a fox", "octopus", "sunflower", "cactus")
-TURNS = 2
+TURNS = 4
 """Parts that the prompts are drawn in, every method after the other in each, so that all meet the same machine."""
 LOOKED_INTO = ("Shiva 80", "Shiva 60", "Sweep 40")
 """Whose chosen tokens are shown; the first two are of two checkpoints, whose scores are compared."""

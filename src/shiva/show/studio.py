@@ -82,9 +82,10 @@ class Way:
 
 def ways_for(model: str, checkpoint: str | None = None) -> dict[str, Way]:
     """The menu of a model: what needs no training, and what it has checkpoints of; the first is shown first."""
-    trained: dict[str, Any] = {"Shiva": checkpoint or checkpoint_for(model, "shiva/60")}
-    trained["Lattice"] = checkpoint_for(model, "lattice")
-    found = {name: Way(ShivaCheckpoint.from_pretrained(path)) for name, path in trained.items() if path is not None}
+    ours = {"Shiva": checkpoint_for(model, "Shiva 60"), "Lattice": checkpoint_for(model, "Lattice")}
+    trained = {name: str(path) for name, path in ours.items() if path is not None and path.is_dir()}
+    trained |= {} if checkpoint is None else {"Shiva": checkpoint}
+    found = {name: Way(ShivaCheckpoint.from_pretrained(path)) for name, path in trained.items()}
     first = {"Shiva": found.pop("Shiva")} if checkpoint else {}
     if Path(model).name.endswith("-turbo") and "Lattice" in found:
         first = {**first, "Lattice": found.pop("Lattice")}

@@ -108,8 +108,7 @@ class Stage:
     warmup: Whole = 200
     """Steps over which learning rates rise linearly from zero."""
     cooldown: Share = 0.25
-    """Share of the steps, at the end, over which they fall linearly to zero: the budget settles instead of
-    swinging about its target. The paper names none."""
+    """Share of the steps, at the end, over which they fall linearly to zero, and the budget settles; our choice."""
 
     def check(self) -> None:
         if not self.trains:
@@ -147,9 +146,8 @@ class Temperatures:
 
     def at(self, progress: float) -> tuple[float, float]:
         """(tau_rank, tau_sel) at a share of all steps."""
-        ends = (self.rank_start, self.rank_end), (self.select_start, self.select_end)
-        rank, select = (self._between(start, end, progress) for start, end in ends)
-        return rank, select
+        rank = self._between(self.rank_start, self.rank_end, progress)
+        return rank, self._between(self.select_start, self.select_end, progress)
 
     def _between(self, start: float, end: float, progress: float) -> float:
         if self.shape == "constant":
@@ -173,9 +171,8 @@ class Sampling:
     steps: Count | None = None
     """Steps of that run."""
     rollout: Share = 0.0
-    """With `density: run`, the share of micro-batches that stand where the reduced model's own run from noise brings
-    them, so that the errors of earlier steps are learned too. For models that run without guidance; there the dense
-    prediction is the target (weights output and distill), as no data knows such a state."""
+    """With `density: run`, the share of micro-batches that stand where the reduced model's own run from noise, without
+    guidance, brings them: errors of earlier steps are learned too. The dense prediction is their target."""
     ratio_min: Ratio = 0.2
     """Smallest ratio of router warm-up; the paper gives no value."""
     ratio_max: Ratio = 0.9
@@ -194,7 +191,7 @@ class Sampling:
             raise ValueError(f"sampling.ratio_min={self.ratio_min} is above ratio_max={self.ratio_max}; exchange them")
         if self.batch % self.micro_batch:
             raise ValueError(
-                f"sampling.batch={self.batch} is not a multiple of micro_batch={self.micro_batch}; fit one"
+                f"sampling.batch={self.batch} is not a multiple of micro_batch={self.micro_batch}; fit it"
             )
 
     @property
