@@ -20,7 +20,7 @@ CONVERGED = "converged"
 SHARES = (0.5, 0.35)
 """Of the dense run's time, that advice is given for."""
 SLACK = 0.02
-"""By which a share of the time may be missed: times stray by as much."""
+"""By which a share of the time may be missed, as times stray by as much; FLOPs do not."""
 SETTINGS: dict[CacheName, tuple[float, ...]] = {
     "MagCache": (DEFAULTS["MagCache"], 0.3),
     "FirstBlockCache": (DEFAULTS["FirstBlockCache"], 0.15),
@@ -180,7 +180,7 @@ def front(points: Sequence[Point], fidelity: str = "to_dense") -> list[Point]:
 
 def best(points: Sequence[Point], share: float) -> Point | None:
     """Of what costs at most a share of dense, the nearest to it."""
-    able = [point for point in points if point.cost <= share + SLACK and point.kind != "dense"]
+    able = [p for p in points if p.kind != "dense" and p.cost <= share + (0 if p.time is None else SLACK)]
     return max(able, key=lambda point: point.to_dense, default=None)
 
 

@@ -57,7 +57,8 @@ class RefreshRun:
 
 @dataclass
 class RefreshStep:
-    indices: Tensor | None = None  # (B, k); None where all tokens run
+    chosen: dict[int, Tensor] = field(default_factory=dict)  # branch -> (B, k); none where all tokens run
+    indices: Tensor | None = None  # (B, k), of the call at work
 
 
 class Refresher(Method):
@@ -121,8 +122,11 @@ class Refresher(Method):
             if not ctx.branch:
                 run.ages = x.new_zeros(x.shape[:2], dtype=torch.float32)
             return self.refresh(x, ctx)
-        if now.indices is None or not ctx.branch or self.guidance == "per-sample":
-            now.indices = self.choose(x, k, ctx)
+        first = ctx.branch if self.guidance == "per-sample" else 0
+        if first not in now.chosen:
+            with torch.no_grad():
+                now.chosen[first] = self.choose(x, k, ctx)
+        now.indices = now.chosen[first]
         return self.hold(now.indices, x, ctx)
 
     def choose(self, x: Tensor, k: int, ctx: StepContext) -> Tensor:
@@ -218,7 +222,7 @@ class RefreshMethod(Refresher, Trainable):
     def refresh(self, x: Tensor, ctx: StepContext) -> Reduction:
         run: RefreshRun = ctx.run
         if self.config.score != "band" and not ctx.branch:
-            run.seen = look(x)
+            run.seen = look(x.detach())
         every = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
         dtype = CACHE_DTYPES[self.config.cache_dtype] or x.dtype
         return Reduction(lambda tokens: tokens, noting(run.totals, ctx.branch, dtype), every, self.whole_keys)

@@ -95,7 +95,8 @@ class ToCaMethod(Method):
         if whole or k >= x.shape[1]:
             out = run(x, None)
             if k < x.shape[1]:
-                kept.updates[key], kept.texts[key] = out.image.detach().clone(), out.text
+                kept.updates[key] = out.image.detach().clone()
+                kept.texts[key] = None if out.text is None else out.text.detach()
                 kept.ages[key] = x.new_zeros(x.shape[:2], dtype=torch.float32)
             return out
         if k == 0:
