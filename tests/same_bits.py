@@ -268,7 +268,7 @@ def emoji_pipeline() -> Any:
 def candidates() -> dict[str, dict[str, Any]]:
     """Those of the evaluation that `attach` alone makes: neither a flattened table nor INT8."""
     entries = yaml.safe_load(LINEUP.read_text())["candidates"]
-    return {name: entry for name, entry in entries.items() if not entry.get("flat") and not entry.get("int8")}
+    return {name: entry for name, entry in entries.items() if not {"flat", "int8", "steps"} & set(entry)}
 
 
 def attach_candidate(pipe: Any, entry: dict[str, Any]) -> Any:

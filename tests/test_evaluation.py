@@ -484,7 +484,9 @@ def test_candidates_are_checked_at_the_door(tmp_path: Path) -> None:
     assert read_candidates("tomesd").candidates["tomesd"].config() == Candidate("ToMeSD").config()
     with pytest.raises(ValueError, match="has no method 'ToMeS'; did you mean 'ToMeSD'"):
         read_candidates("ToMeS")
-    with pytest.raises(ValueError, match="no method 'Configs'; methods are .*Dense, DiffCR, DyDiT, ") as refused:
+    with pytest.raises(
+        ValueError, match="no method 'Configs'; methods are .*Dense, DiffCR, DiffSparse, DyDiT, "
+    ) as refused:
         read_candidates("Configs")
     assert "SelectConfig" not in str(refused.value), "bases that methods share are no methods"
     with pytest.raises(ValueError, match="would share the folder shiva-80"):

@@ -113,7 +113,8 @@ def test_cover_spreads_what_a_router_would_crowd() -> None:
         with shiva.attach(model, shiva.Shiva(budget=0.25, cover=cover)) as session, session.trace() as trace:
             method: Any = session.method
             method.score = lambda x, site, ctx: torch.arange(64.0).expand(x.shape[0], -1)  # the last rows first
-            method.score.drawn = False
+            method.score.drawn = method.score.observes = False
+            method.score.observe = lambda prediction, ctx: None
             run(model, call)
         places = Layout(8, 8).places(torch.device("cpu"))
         return float(torch.cdist(places, places[trace.masks()[0, 1].flatten()]).amin(dim=1).max())

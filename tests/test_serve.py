@@ -205,8 +205,8 @@ def test_an_upload_is_bounded_and_a_drawing_whose_client_has_gone_is_dropped(
         go_on.wait(PATIENCE)
         raise ValueError("enough")
 
+    page = server.build(studio, "emoji", steps=4)
     monkeypatch.setattr(studio, "draw", draw)
-    page = server.build(studio, "Shiva on emoji", "untrained", steps=4)
     address = launched(page)
     number = next(index for index, function in page.fns.items() if function.api_name == "draw")
     try:
@@ -216,7 +216,7 @@ def test_an_upload_is_bounded_and_a_drawing_whose_client_has_gone_is_dropped(
                 post(address, "upload", part + b"0" * size + b"\r\n--x--\r\n", "multipart/form-data; boundary=x")
         streams = {}
         for prompt in ("first", "gone", "last"):
-            asked = {"data": [prompt, 0, 4, 0.6, 1, 1], "fn_index": number, "session_hash": prompt}
+            asked = {"data": [prompt, 0, 4, 0.6, "Sweep", 1, 1], "fn_index": number, "session_hash": prompt}
             post(address, "queue/join", json.dumps(asked).encode())
             streams[prompt] = urllib.request.urlopen(f"{address}gradio_api/queue/data?session_hash={prompt}")
             streams[prompt].readline()

@@ -70,10 +70,13 @@ def test_every_method_shows_each_sample_its_own_tokens(name: str) -> None:
     tiny = BACKBONES["sd3"]
     model = tiny.make()
     with torch.no_grad(), shiva.attach(model, METHODS[name].on) as session, session.trace() as trace:
+        for step in range(METHODS[name].dense_calls):
+            model(**tiny.call(2, 6, 10, timestep=900.0 - step))
         model(**tiny.call(2, 6, 10))
         record = session.stats[-1]
     assert trace.positions
-    for step, layer in trace.positions:
+    last = max(step for step, _ in trace.positions)
+    for step, layer in (place for place in trace.positions if place[0] == last):
         shown = sum(int(trace.mask(step, layer, row).sum()) for row in range(2)) / 2
         sites = [kept for name, kept in record.kept.items() if name.startswith(f"transformer_blocks.{layer}")]
         assert round(shown) in sites

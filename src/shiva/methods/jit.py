@@ -60,9 +60,14 @@ class JiT(MethodConfig):
         return JiTMethod(self, spec)
 
 
+@dataclass
+class JiTStep:
+    anchors: Tensor | None = None  # (B, k), the tokens that ran
+
+
 class JiTMethod(Method):
     sites = frozenset({"model"})
-    new_step = list
+    new_step = JiTStep
     config: JiT
 
     def plan(self, ctx: StepContext, timesteps: list[float] | None) -> tuple[int, ...]:
@@ -75,14 +80,15 @@ class JiTMethod(Method):
         if k >= x.shape[1]:
             return None
         anchors = hard_topk(lattice_scores(ctx.layout.shape, 0, 0)[None], k).to(x.device).expand(x.shape[0], -1)
-        ctx.now[:] = [anchors]
+        ctx.now.anchors = anchors
         return select(anchors, x.shape[1])
 
     def end_step(self, output: Tensor, ctx: StepContext) -> Tensor | None:
         """Lift the prediction of those that ran. In a flow, what is lifted is the clean estimate x - sigma v."""
-        if not ctx.now or ctx.latents is None:
+        anchors: Tensor | None = ctx.now.anchors
+        if anchors is None or ctx.latents is None:
             return None
-        layout, sigma, (anchors,) = ctx.layout, ctx.timestep / 1000, ctx.now
+        layout, sigma = ctx.layout, ctx.timestep / 1000
         found = to_tokens(output, layout)
         flows = ctx.latents.shape == output.shape and sigma > 0
         noisy = to_tokens(ctx.latents, layout).to(found.dtype) if flows else found

@@ -74,5 +74,5 @@ def chosen_rows(methods: str | None, every: bool, steps: int | None) -> tuple[Pa
         else:
             model = row.model or base
             share = 1.0 if steps is None else steps / rows[0].steps
-            found.append(replace(row, model=model, steps=max(1, round(row.steps * share))))
+            found.append(replace(row, model=model, steps=max(2, round(row.steps * share))))
     return base, found, left_out
