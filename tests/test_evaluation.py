@@ -319,6 +319,15 @@ def test_cost_is_measured_on_the_dense_path(evaluation: Evaluation) -> None:
     assert half.share != half.share_paper
 
 
+def test_a_cost_is_of_denses_own_steps_whatever_ran_in_between(evaluation: Evaluation, pipe: Prompted) -> None:
+    """A band's first step is dense: its share depends on how many steps the scheduler has."""
+    run, prices = evaluation.run(), evaluation.prices(evaluation.run())
+    sweep = Candidate(method="Ranked", options={"budget": 0.7, "fill": "cached"})
+    before = prices.share(sweep)
+    run.draw(pipe, 0, [0], 5)
+    assert prices.share(sweep) == before
+
+
 def test_methods_are_brought_to_the_same_flops(evaluation: Evaluation) -> None:
     run = evaluation.run()
     run.candidates["NeuralSort"] = Candidate("NeuralSort")

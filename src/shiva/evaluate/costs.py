@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import json
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,9 @@ class Recording:
     calls: list[tuple[dict[str, Any], Tensor]]
     dense: Flops
     """Of one call."""
+    scheduler: Any = None
+    """As it stood in those runs: a method fits its table to the steps of the scheduler, and other candidates may since
+    have run other numbers of them."""
 
 
 @torch.no_grad()
@@ -73,14 +77,14 @@ def record(run: Run, indices: Sequence[int], seed: int) -> Recording:
         handle.remove()
     with attach(pipe, Shiva(budget=1.0)) as session:
         session.transformer(**calls[0][0])
-        return Recording(calls, session.summary().dense)
+        return Recording(calls, session.summary().dense, copy.deepcopy(pipe.scheduler))
 
 
 @torch.no_grad()
 def replay(run: Run, candidate: Candidate, recording: Recording) -> Cost:
     """A candidate on the very inputs that dense saw, in their order: its FLOPs, and the error of each single step."""
     pipe, errors, cosines, steps = run.pipe(), [], [], []
-    with candidate.attached(pipe) as session:
+    with candidate.attached(pipe) as session, scheduled(pipe, recording.scheduler):
         for call, dense in recording.calls:
             found = pipe.transformer(**call)[0]
             errors.append(F.mse_loss(found.float(), dense.float()).item())
@@ -99,6 +103,16 @@ def replay(run: Run, candidate: Candidate, recording: Recording) -> Cost:
         one_step_mse=sum(errors) / len(errors),
         one_step_cosine=sum(cosines) / len(cosines),
     )
+
+
+@contextlib.contextmanager
+def scheduled(pipe: Any, scheduler: Any) -> Iterator[None]:
+    """The pipeline with another scheduler inside this context."""
+    before, pipe.scheduler = pipe.scheduler, scheduler
+    try:
+        yield
+    finally:
+        pipe.scheduler = before
 
 
 @dataclass(frozen=True)
