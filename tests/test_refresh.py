@@ -123,7 +123,7 @@ def test_jit_lifts_the_clean_picture_and_each_token_keeps_its_noise() -> None:
     with shiva.attach(model, shiva.JiT(stages=((1.0, 0.25),))) as session, torch.no_grad():
         velocity = model(**call)[0]
         assert session.ctx is not None
-        layout, anchors = session.ctx.layout, session.ctx.now[0]
+        layout, anchors = session.ctx.layout, session.ctx.now.anchors
     clean = to_tokens(call["hidden_states"] - 0.9 * velocity, layout)
     expected = lifted(clean, anchors, layout.shape, 0.8)
     others = torch.ones(2, 64, dtype=torch.bool).scatter(1, anchors, False)
