@@ -89,7 +89,8 @@ def costs(evaluation: Evaluation, shown: Comparison) -> tuple[Table, dict[str, A
     return Table.of(
         "Cost of a step",
         rows,
-        "GFLOPs: true ones of a transformer call, the method's own not counted; of fewer steps and step caches, those "
+        "GFLOPs: true ones of a transformer call, a fill's own counted, a router's or a matching's not; of fewer "
+        "steps and step caches, those "
         "of a whole run over dense's steps; MACs counted once: as the paper "
         "counts, in linear layers; latency: of a whole image, median ± half the distance of the quartiles over turns "
         "that all take; speed-up: dense's latency over the method's; limit: the speed-up that true FLOPs alone allow; "
