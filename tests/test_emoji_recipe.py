@@ -19,7 +19,16 @@ from recipes.emoji.autoencoder import make_autoencoder, psnr, save_folder
 from recipes.emoji.captions import build_tokenizer, captions_of, own_tags, paraphrases_of
 from recipes.emoji.common import load_data, parquet, write_atomic
 from recipes.emoji.conditioning import TextEncoder
-from recipes.emoji.flow import flow_loss, logit_normal, make_transformer, sample, start_from, start_gently
+from recipes.emoji.flow import (
+    flow_loss,
+    half_of_cells,
+    logit_normal,
+    make_transformer,
+    only_tokens,
+    sample,
+    start_from,
+    start_gently,
+)
 from recipes.emoji.optim import Optimizers, orthogonalize
 from recipes.emoji.placeholder import load_without_t5
 from recipes.emoji.score import generate, score_images
@@ -197,6 +206,28 @@ def test_broken_model_files_are_named(folder: Path, tmp_path: Path) -> None:
     weights.unlink()
     with pytest.raises(FileNotFoundError, match=r"transformer/diffusion_pytorch_model.safetensors is missing"):
         verify(copy)
+
+
+def test_half_of_the_tokens_are_seen_and_judged_and_the_rest_is_left_alone() -> None:
+    from recipes.emoji.conditioning import Text
+
+    generator = torch.Generator().manual_seed(0)
+    places = half_of_cells(3, 16, generator)
+    assert places.shape == (3, 128)
+    cells = places // 32 * 8 + places % 16 // 2
+    assert all((torch.bincount(row, minlength=64) == 2).all() for row in cells)
+    assert all(len(set(row.tolist())) == 128 for row in places)
+
+    model = make_transformer(4, width=32, layers=2, text=32)
+    clean, noise = torch.randn(2, 3, 4, 16, 16, generator=generator)
+    sigma, text = torch.full((3,), 0.5), Text(torch.ones(3, 3, 32), torch.ones(3, 32))
+    seen = torch.zeros(3, 256, dtype=torch.bool).scatter(1, places, value=True).view(3, 1, 16, 16)
+    elsewhere = torch.where(seen, clean, torch.randn(clean.shape, generator=generator))
+    halved = flow_loss(model, clean, noise, sigma, text, places)
+    assert torch.equal(halved, flow_loss(model, elsewhere, noise, sigma, text, places))
+    assert not torch.equal(halved, flow_loss(model, clean, noise, sigma, text))
+    with only_tokens(model, places):
+        assert (model(clean, text.hidden, text.pooled, sigma, return_dict=False)[0] == 0).eq(~seen).all()
 
 
 def train(
