@@ -13,8 +13,8 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, StableDiff
 
 import shiva
 from shiva.fitting import fit
-from shiva.training.call import as_trained
-from shiva.training.noise import noise_process
+from shiva.training.call import as_trained, dense
+from shiva.training.noise import draw_batch, moment, noise_process
 from shiva.training.recipe import recipe_from
 from shiva.training.trainer import Trainer
 from test_training_loop import run_steps, trainer_of
@@ -64,6 +64,26 @@ def test_a_rollout_stands_where_the_reduced_pipeline_stands(trainer: Trainer) ->
             here = here + (following - now) / 1000 * made
     torch.testing.assert_close(reached, here)
     assert not torch.allclose(reached, batch.noise)
+
+
+def test_steps_that_see_all_tokens_do_so_in_training_too(folder: Path, tmp_path: Path) -> None:
+    """They are learned at all tokens, and a rollout passes them so: its first step is then the dense model's."""
+    changed = {**RUN, "method": {**RUN["method"], "dense_steps": [0]}}
+    trainer = trainer_of(folder, tmp_path, **changed)
+    process, recipe = trainer.objectives.process, trainer.recipe
+    now = moment(recipe.stages, 0)
+    assert now is not None
+    draws = [draw for step in range(8) for draw in draw_batch(recipe, process, now, step, [64] * 4, earlier=False)]
+    first, second, _ = (level * 1000 for level in process.levels)
+    assert {draw.timestep for draw in draws} > {first}
+    assert all((draw.exploration.ratio == 1.0) == (draw.timestep == first) for draw in draws)
+
+    batch = trainer.validator.batches()[0]
+    batch = replace(batch, rolls_out=True, exploration=replace(batch.exploration, ratio=0.5))
+    reached = trainer.objectives.rolled_out(replace(batch, timestep=second)).reached
+    with dense(trainer.session), torch.no_grad():
+        made, _ = trainer.objectives.call(replace(batch, timestep=first, reached=batch.noise))
+    torch.testing.assert_close(reached, batch.noise + (second - first) / 1000 * made)
 
 
 def test_router_and_fill_learn_from_rollouts_and_the_diffusion_loss_is_left_out(trainer: Trainer) -> None:

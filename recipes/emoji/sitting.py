@@ -105,6 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, name: str, batch: int, rat
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--ema", type=float, default=ema)
     parser.add_argument("--zero-tokens", type=float, default=0.05, help="share of steps with 256 zero tokens")
+    parser.add_argument("--bf16", action="store_true", help="autocast; gains a quarter where the CPU has avx512_bf16")
     parser.add_argument("--save-minutes", type=float, default=3)
     parser.add_argument("--probe-minutes", type=float, default=5)
     parser.add_argument("--grid-minutes", type=float, default=20)
@@ -137,7 +138,8 @@ def sit(
     recent, last, images = [], time.monotonic(), clock.images
     while not stopping:
         factor = rate_factor(clock, options.finish * 60)
-        loss, count = loss_of(generator)
+        with torch.autocast("cpu", torch.bfloat16, enabled=options.bf16):
+            loss, count = loss_of(generator)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizers.step(factor)

@@ -154,12 +154,25 @@ class Probe:
         return found
 
 
+@torch.no_grad()
+def carry_over(model: SD3Transformer2DModel, turbo: str, base: str) -> None:
+    """Add what an earlier turbo had learned over its own teacher: a better teacher's student need not begin anew."""
+    learned, taught = (
+        SD3Transformer2DModel.from_pretrained(p, subfolder="transformer").float() for p in (turbo, base)
+    )
+    before, after = taught.state_dict(), learned.state_dict()
+    model.load_state_dict({key: value + after[key] - before[key] for key, value in model.state_dict().items()})
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, name="turbo", batch=8, rate=3e-4, muon=6e-4, ema=0.995)
     parser.add_argument("--teacher", default="transformer-128", help="name of the teacher's run")
     parser.add_argument("--guidance", type=float, default=3.0, help="folded into the student")
     parser.add_argument("--noised", type=float, default=0.15, help="share of lessons that begin at noised data")
+    parser.add_argument(
+        "--carry", nargs=2, metavar=("TURBO", "BASE"), help="pipelines of an earlier turbo and its teacher"
+    )
     return parser.parse_args()
 
 
@@ -170,7 +183,9 @@ def main() -> None:
     state = state_folder(options.state)
     teacher = load_transformer(state / f"{options.teacher}.safetensors")[0].requires_grad_(False)
     model = copy.deepcopy(teacher).requires_grad_(True).train()
-    ema = copy.deepcopy(teacher)
+    if options.carry:
+        carry_over(model, *options.carry)
+    ema = copy.deepcopy(model).requires_grad_(False).eval()
     prepared = Prepared(state, 128, variants=8, paraphrases=8, small=False)
     school = School(teacher, ema, prepared, options)
 

@@ -67,6 +67,8 @@ class FlowMatching:
     """Smallest noise level; at 0 there is nothing to predict."""
     levels: tuple[float, ...] = ()
     """With density "run": the noise levels at which the run's steps begin."""
+    dense_steps: tuple[int, ...] = ()
+    """Steps of that run that see all tokens."""
 
     def timestep(self, quantile: float, tokens: int) -> float:
         """The timestep, 0 (image) to 1000 (noise), at a quantile of the training density."""
@@ -100,6 +102,10 @@ class FlowMatching:
         """The steps, as pairs of timesteps, by which the run comes from noise to a timestep of its own."""
         passed = [level * self.steps for level in self.levels if level * self.steps >= timestep]
         return list(itertools.pairwise(passed))
+
+    def sees_all(self, timestep: float) -> bool:
+        """Whether the run's step at a timestep is one that sees all tokens."""
+        return any(self.levels[step] * self.steps == timestep for step in self.dense_steps if step < len(self.levels))
 
     def advance(self, noisy: Tensor, prediction: Tensor, now: float, following: float) -> Tensor:
         """Where a step from one timestep to the next brings a sample."""
@@ -148,15 +154,19 @@ NoiseProcess = FlowMatching | VariancePreserving
 """How a pipeline's scheduler relates a timestep to the noise in a sample, and what the model predicts."""
 
 
-def noise_process(scheduler: Any, density: str, levels: Sequence[float] = ()) -> NoiseProcess:
-    """The noise process of a pipeline's scheduler, or an error naming what it lacks; `levels` are those of a run."""
+def noise_process(
+    scheduler: Any, density: str, levels: Sequence[float] = (), dense_steps: Sequence[int] = ()
+) -> NoiseProcess:
+    """The noise process of a pipeline's scheduler, or an error naming what it lacks; `levels` are those of a run, of
+    which `dense_steps` see all tokens."""
     config = scheduler.config
     if type(scheduler).__name__.startswith("FlowMatch"):
         dynamic = None
         if config.get("use_dynamic_shifting"):
             dynamic = (config.base_shift, config.max_shift, config.base_image_seq_len, config.max_image_seq_len)
         steps = config.num_train_timesteps
-        return FlowMatching(density, float(config.shift or 1.0), dynamic, steps, levels=tuple(levels))
+        run = {"levels": tuple(levels), "dense_steps": tuple(dense_steps)}
+        return FlowMatching(density, float(config.shift or 1.0), dynamic, steps, **run)
     if levels:
         raise ValueError(
             f"sampling.density=run follows the noise levels of a FlowMatch scheduler, and this is a "
@@ -280,7 +290,8 @@ def draw_batch(
         if earlier:
             ago = int(torch.randint(1, reuse.oldest + 1, (), generator=generator_of(seed, "age", step, index)))
             before = Before(process.earlier(timestep, ago / reuse.steps, tokens[index]), float(ago))
-        explore = exploration(now, recipe.temperatures, step, step / max(1, recipe.steps - 1), index, ratios[index])
+        ratio = 1.0 if isinstance(process, FlowMatching) and process.sees_all(timestep) else ratios[index]
+        explore = exploration(now, recipe.temperatures, step, step / max(1, recipe.steps - 1), index, ratio)
         drawn = seed_of(seed, "method", step, index)
         rolls_out = float(torch.rand((), generator=generator_of(seed, "rollout", step, index))) < sampling.rollout
         draws.append(Draw(timestep, explore, before, (seed, "noise", step, index), drawn, rolls_out))

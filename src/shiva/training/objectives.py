@@ -79,7 +79,9 @@ class Objectives:
         torch.manual_seed(batch.seed)
         for now, following in self.process.way_to(batch.timestep):
             standing = replace(batch, timestep=now, reached=here)
-            prediction, _ = self.call(standing, explore=batch.exploration)
+            sees_all = self.process.sees_all(now)
+            explore = replace(batch.exploration, ratio=1.0) if sees_all else batch.exploration
+            prediction, _ = self.call(standing, explore=explore)
             here = self.process.advance(here, prediction, now, following)
         return replace(batch, reached=here)
 
@@ -259,10 +261,10 @@ class Validator:
         return pictures
 
 
-def process_of(family: Family, sampling: Sampling, side: int) -> NoiseProcess:
+def process_of(family: Family, sampling: Sampling, side: int, dense_steps: Sequence[int] = ()) -> NoiseProcess:
     """The noise process of a pipeline, at the levels of a run where sampling follows one."""
     levels = () if sampling.steps is None else noise_levels(family, side, sampling.steps)
-    return noise_process(family.pipe.scheduler, sampling.density, levels)
+    return noise_process(family.pipe.scheduler, sampling.density, levels, dense_steps)
 
 
 def noise_levels(family: Family, side: int, steps: int) -> tuple[float, ...]:

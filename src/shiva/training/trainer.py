@@ -122,7 +122,8 @@ class Trainer:
         if recipe.data.kind == "latents" or recipe.data.cache is not None:
             self.family.drop_text_encoders()
         with self.session.disabled():
-            process = process_of(self.family, recipe.sampling, recipe.data.resolution)
+            dense_steps = getattr(trained(self.session).config, "dense_steps", ())
+            process = process_of(self.family, recipe.sampling, recipe.data.resolution, dense_steps)
         self.objectives = Objectives(self.session, self.family, process, recipe.weights, recipe.distill.every)
         measured = (self.prepared.held_out, self.prepared.held_out_indices, recipe.validation, recipe.reuse)
         self.validator = Validator(self.objectives, *measured, recipe.seed, self.device)
