@@ -35,6 +35,19 @@ def test_shift_keeps_the_order_of_the_table_and_one_means_dense() -> None:
 
 
 @settings(deadline=None, max_examples=40)
+@given(st.floats(0.05, 0.95), st.floats(0.1, 9.0), st.integers(2, 30))
+def test_a_tilt_moves_tokens_to_early_steps_and_keeps_their_mean(budget: float, tilt: float, steps: int) -> None:
+    even = RatioSchedule.flat(budget, 5).resample(torch.linspace(1000, 30, steps).tolist())
+    falling = even.tilted(tilt)
+    assert falling.mean_keep == pytest.approx(budget, abs=1e-4)
+    rows = falling.ratios()[:, 1]
+    assert (rows.diff() < 0).all()
+    assert float(torch.logit(rows[0]) - torch.logit(rows[-1])) == pytest.approx(tilt, rel=1e-6)
+    assert torch.equal(even.tilted(0.0).ratios(), even.ratios())
+    assert RatioSchedule.flat(1.0, 5).resample([1000.0, 500.0]).tilted(tilt).counts(64) == [[64] * 5] * 2
+
+
+@settings(deadline=None, max_examples=40)
 @given(st.sampled_from([1, 8, 16, 32, 64]), st.floats(0.1, 0.99), st.integers(0, 1000))
 def test_buckets_are_multiples_and_hold_the_mean(multiple: int, budget: float, seed: int) -> None:
     schedule, tokens = varied(seed, steps=20, layers=24).shift(budget), 4096

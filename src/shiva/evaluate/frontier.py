@@ -63,7 +63,7 @@ def make_grid(
     caches: Sequence[CacheName],
     solver: Solver = "own",
 ) -> dict[str, Candidate]:
-    """Steps x solvers, caches x settings, and what drops tokens: at all steps, and at fewer of a better solver.
+    """Steps x solvers, caches x settings, and what drops tokens: at all steps, and at fewer of either solver.
 
     `solver` is that of the dense run, and of all that does not say another.
     """
@@ -75,6 +75,7 @@ def make_grid(
     found |= {name: dataclasses.replace(way, solver=solver) for name, way in pruned.items()}
     for n in fewer_steps[:1]:
         for name, way in pruned.items():
+            found[f"{name}, {n} steps"] = dataclasses.replace(way, steps=n, solver=solver)
             found[f"{name}, {n} multistep"] = dataclasses.replace(way, steps=n, solver="multistep")
     return found
 

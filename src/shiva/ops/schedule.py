@@ -101,6 +101,13 @@ class RatioSchedule:
             rows.append(torch.lerp(self.logits[order[left]], self.logits[order[right]], weight))
         return replace(self, timesteps=tuple(float(t) for t in timesteps), logits=torch.stack(rows))
 
+    def tilted(self, amount: float) -> RatioSchedule:
+        """The same mean keep, with the first step's logits above the last one's by `amount` more."""
+        if not amount or len(self.timesteps) == 1:
+            return self
+        slope = amount * torch.linspace(0.5, -0.5, len(self.timesteps), dtype=torch.float64, device="cpu")
+        return replace(self, logits=self.logits + slope[:, None]).shift(self.mean_keep)
+
     def shift(
         self, budget: float | None = None, *, flops: float | None = None, cost: CostModel | None = None
     ) -> RatioSchedule:
