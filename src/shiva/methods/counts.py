@@ -25,8 +25,8 @@ class CountOptions(MethodConfig):
     flops: Ratio | None = None
     """Instead of a budget: true FLOPs of the run as a share of dense."""
     tilt: float = 0.0
-    """How much more the first step of a run keeps than the last, as a difference of logits; the mean stays. Runs of few
-    steps gain by 3 to 6: an early error moves all that follows, a late one little."""
+    """How much more the first step of a run keeps than the last, as a difference of logits; the mean stays. An early
+    error moves all that follows, a late one little: runs of many steps gain by about 2, of few by 3 to 6."""
     bucket: Count | None = None
     """Round token counts to this multiple, holding their mean; fewer distinct shapes to compile."""
 
