@@ -16,6 +16,7 @@ from shiva.core.context import StepContext
 from shiva.core.cost import count
 from shiva.core.layout import Layout
 from shiva.core.method import BackboneSpec
+from shiva.methods.pruner import PrunerStep
 from shiva.methods.shortcut import ShortcutFill
 from shiva.ops.lattice import lattice_scores
 from shiva.ops.shortcut import shortcut_flops
@@ -58,7 +59,7 @@ def test_an_update_that_is_linear_but_for_a_constant_is_restored_exactly(layout:
     torch.manual_seed(0)
     for parameter in fill.weights.parameters():
         torch.nn.init.normal_(parameter)
-    ctx = StepContext(layout=layout, timestep=500.0, sigma=torch.tensor(0.5))
+    ctx = StepContext(layout=layout, timestep=500.0, sigma=torch.tensor(0.5), now=PrunerStep())
     x, constant = torch.randn(2, layout.tokens, 16), torch.randn(16)
     updates = fill.weights.at(1, 0.5)(x) + constant
     indices = hard_topk(lattice_scores(layout.shape, 0, 1).expand(2, -1), layout.tokens // 2)
@@ -72,7 +73,7 @@ def test_frames_are_neighbours_too() -> None:
     """A token with no computed one in its frame is told by those of the frames beside it."""
     layout, spec = Layout(2, 2, frames=3), BackboneSpec("Any", layers=2, width=8, time_width=4, prompt_width=4)
     fill = shiva.Lattice(parts="neighbours").make_fill(spec)
-    ctx = StepContext(layout=layout, timestep=500.0, sigma=torch.tensor(0.5))
+    ctx = StepContext(layout=layout, timestep=500.0, sigma=torch.tensor(0.5), now=PrunerStep())
     x = torch.zeros(1, 12, 8)
     indices = torch.tensor([[0, 1, 2, 3, 8, 9, 10, 11]])  # the first frame and the last
     reduction = fill(indices, x, AnySite(), ctx)
@@ -121,6 +122,36 @@ def test_cover_spreads_what_a_router_would_crowd() -> None:
 
     assert farthest(0.0) == 6
     assert farthest(20.0) <= math.sqrt(2)
+
+
+def test_choices_that_look_at_no_token_are_kept_until_detach(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, call = make_sd3(), call_sd3(2, 8, 8)
+    with shiva.attach(model, shiva.Lattice(budget=0.5)) as session:
+        method: Any = fitted(session.method)
+        with session.trace():  # chooses anew
+            expected = run(model, call)
+        assert not method._settled
+        session.begin_run()
+        first = run(model, call)
+        session.begin_run()
+        kept = dict(method._settled)
+        assert torch.equal(run(model, call), first)
+        assert torch.equal(first, expected)
+        assert [id(indices) for indices in method._settled.values()] == [id(indices) for indices in kept.values()]
+        assert len(method.fill._places) == 3, "its reduced layers"
+        with torch.inference_mode():  # a wider batch, whose choices then serve training too
+            wide = model(**call_sd3(3, 8, 8))[0]
+        assert wide.is_inference()
+        assert not any(indices.is_inference() for indices in method._settled.values())
+        monkeypatch.setattr("shiva.methods.pruner.KEPT_TOKENS", 4 * 64)
+        run(model, call_sd3(1, 8, 8))
+        assert len(method._settled) == 4
+        monkeypatch.setattr("shiva.methods.pruner.KEPT_TOKENS", 4 * 64 - 1)
+        assert torch.equal(run(model, call), expected), "too many to keep"
+    assert not method._settled
+    del kept
+    session.ctx = None
+    assert not len(method.fill._places)
 
 
 # -- what it costs ---------------------------------------------------------------------------------------

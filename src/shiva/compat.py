@@ -128,9 +128,13 @@ def refuse_replaced(transformer: nn.Module, projections: Mapping[str, nn.Module]
 
 def hooks_of(transformer: nn.Module) -> Iterator[tuple[str, str]]:
     """Names of all modules under diffusers' hooks, and of the hooks."""
-    for name, module in transformer.named_modules():
-        for hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}):
+    found = [("", transformer)]  # named_modules takes milliseconds, and this is asked at every run
+    while found:
+        name, module = found.pop()
+        for hook in getattr(module.__dict__.get("_diffusers_hook"), "hooks", {}):
             yield name or "the transformer", hook
+        inside = ((f"{name}.{part}".removeprefix("."), child) for part, child in module._modules.items())
+        found += reversed([(path, child) for path, child in inside if child is not None])
 
 
 def offloads(hook: Any) -> bool:

@@ -139,6 +139,7 @@ class Session:
         if self.ctx is not None:
             self.ctx.run = self.ctx.now = self._tracker.run.state = None
         self._tracker.forget()
+        self.method.forget()
         self.hooks.release()
 
     def rehook(self) -> None:

@@ -17,7 +17,7 @@ from shiva.backbones import backbone_of
 from shiva.bench.shapes import Shape
 from shiva.core.cost import Flops, count
 from shiva.core.method import Method, MethodConfig
-from shiva.methods import Shiva, ShivaMethod, Sweep
+from shiva.methods import Lattice, Shiva, ShivaMethod, Sweep
 from shiva.ops.policy import logit
 from shiva.ops.schedule import RatioSchedule
 from shiva.session import Session
@@ -76,6 +76,11 @@ def shiva_entry(budget: float, flat: bool = False, **options: Any) -> Entry:
 def sweep_entry(budget: float) -> Entry:
     """The moving band that attends to all tokens, at a flat ratio."""
     return Entry(Sweep(budget=budget))
+
+
+def lattice_entry(budget: float) -> Entry:
+    """An even part of the grid with the shortcut's fill, at a flat ratio: unfitted, it computes all the same."""
+    return Entry(Lattice(budget=budget))
 
 
 def official_presets() -> dict[str, MethodConfig]:

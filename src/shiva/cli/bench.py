@@ -79,6 +79,7 @@ def step(
     budgets: Budgets = "0.9,0.8,0.7,0.6",
     flat: Flat = False,
     sweeps: Annotated[str, typer.Option(help="Budgets of the moving band that attends to all tokens")] = "0.6,0.4",
+    lattices: Annotated[str, typer.Option(help="Budgets of Lattice, with its fill")] = "",
     baselines: Annotated[bool, typer.Option(help="Every other method too; in a checkout as the paper ran it")] = False,
     compiled: Annotated[bool, typer.Option("--compiled", help="Compile dense and every method")] = False,
     rounds: Rounds = 3,
@@ -90,7 +91,7 @@ def step(
     """One denoising step: dense against Shiva at several budgets, and the other methods."""
     from dataclasses import asdict
 
-    from shiva.bench.entries import Entry, official_presets, sweep_entry
+    from shiva.bench.entries import Entry, lattice_entry, official_presets, sweep_entry
     from shiva.bench.step import measure_step, step_table
     from shiva.bench.table import publish
     from shiva.show.figures import draw_step
@@ -98,6 +99,7 @@ def step(
     folder, chosen = folder_of(output, record, "bench"), shape_of(model, layers, height, width, batch)
     entries = shiva_entries(budgets, flat)
     entries |= {f"sweep {keep:g}": sweep_entry(keep) for keep in numbers("--sweeps", sweeps)}
+    entries |= {f"lattice {keep:g}": lattice_entry(keep) for keep in numbers("--lattices", lattices)}
     papers = reproduce("bench.presets")
     if baselines and papers is not None:
         entries |= papers.baseline_entries(sum(chosen.layers))

@@ -160,6 +160,9 @@ class Method(nn.Module):
     def end_step(self, output: Tensor, ctx: StepContext) -> Tensor | None:
         """Once a call, with the model's prediction; what it returns takes the prediction's place."""
 
+    def forget(self) -> None:
+        """Let go of what it keeps from run to run: its session ends."""
+
     def own_flops(self, ctx: StepContext, counts: Sequence[float]) -> float:
         """FLOPs a sample that it spends itself, beside the sites, at a step whose layers run on so many tokens."""
         return 0.0

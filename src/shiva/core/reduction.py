@@ -38,6 +38,8 @@ class Reduction:
 def flat_rows(indices: Tensor, tokens: int) -> Tensor:
     """Indices (B, K) into each sample's N tokens as rows of the flattened (B * N, D) matrix."""
     batch = indices.shape[0]
+    if batch == 1:
+        return indices.flatten()
     offsets = torch.arange(0, batch * tokens, tokens, device=indices.device)
     return (indices + offsets[:, None]).flatten()  # (B * K,)
 

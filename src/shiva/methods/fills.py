@@ -125,6 +125,9 @@ class Fill:
 
     # -- inference -----------------------------------------------------------------------------------
 
+    def begin_step(self, ctx: StepContext) -> None:
+        """Once a call, before the transformer runs."""
+
     def in_this(self, ctx: StepContext) -> Fill:
         """The fill of this run: `auto` is settled here and nowhere else."""
         return self

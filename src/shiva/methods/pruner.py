@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -20,11 +20,15 @@ from shiva.methods.scores import Lattice, Router, RouterOptions, Score, ScoreRun
 from shiva.methods.shortcut import ShortcutOptions
 from shiva.ops.fill import with_age
 from shiva.ops.lattice import cover_bonus
+from shiva.ops.shortcut import Lin
 from shiva.ops.topk import hard_topk
 
 SHORTCUT = "shortcut."
 """How the names of the fill's own weights begin."""
 Attends = Literal["selected", "all", "fresh"]
+KEPT_TOKENS = 2**18
+"""Choices that look at no token are kept from image to image, of so many tokens in all. What a fill knows of their
+places takes 300 bytes a token."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class PrunerStep(ScoreStep):
     indices: dict[int, Tensor] = field(default_factory=dict)  # layer -> (B, k)
     fresh: Fresh | None = None
     """Inside a block whose keys are made anew."""
+    lins: list[Lin] | None = None
+    """Each layer's regression at the step's noise level, where the fill has them."""
 
 
 def choose_once(known: dict[int, Tensor], site: Place, policy: GuidancePolicy, ctx: StepContext) -> Tensor | None:
@@ -84,6 +90,7 @@ class Pruner(Method):
         check_layers("dense", config.dense, spec)
         self.fill = config.make_fill(spec, tracks_age or bool(config.age))
         self.shortcut = self.fill.weights
+        self._settled: dict[Hashable, Tensor] = {}
         self.guidance = config.guidance
         self.age_weight = config.age
         self.whole_keys = config.attends != "selected"
@@ -130,8 +137,12 @@ class Pruner(Method):
         steps = self.config.freeze_references
         waited = steps is not None and ctx.step - ctx.first >= steps
         ctx.frozen = waited and ctx.layout.reference > 0 and bool(ctx.run.references)
-        if self.score.drawn and ctx.now.drawn is None:
-            ctx.now.drawn = self.score.draw(ctx.layout, ctx.step, self.spec.layers)
+        self.fill.begin_step(ctx)
+        if self.score.drawn and ctx.now.drawn is None and ctx.now.settled is None:
+            if self.settles(ctx):
+                ctx.now.settled = self.settle(ctx)
+            else:
+                ctx.now.drawn = self.score.draw(ctx.layout, ctx.step, self.spec.layers)
         if self.config.cover and ctx.now.cover is None:
             turn = ctx.explore.step + ctx.explore.index if self.training else ctx.step
             ctx.now.cover = Lattice().draw(ctx.layout, turn, self.spec.layers)
@@ -167,9 +178,39 @@ class Pruner(Method):
             return scores
         return cover_bonus(scores, now.cover[site.layer].to(scores.device), self.config.cover)
 
+    def settles(self, ctx: StepContext) -> bool:
+        """Whether a drawn score alone chooses, at sizes whose choices can be kept."""
+        alone = not (self.age_weight or self.config.cover or ctx.trace is not None or torch.compiler.is_compiling())
+        assert ctx.latents is not None
+        return alone and self.spec.layers * ctx.latents.shape[0] * ctx.tokens <= KEPT_TOKENS
+
+    @torch.inference_mode(False)
+    def settle(self, ctx: StepContext) -> list[Tensor]:
+        """Of each layer, the tokens (B, k) that a drawn score alone chooses; kept for the steps and images to come."""
+        assert ctx.latents is not None
+        batch, device, drawn = ctx.latents.shape[0], ctx.latents.device, None
+        known, settled = self._settled, []
+        for layer, k in enumerate(ctx.counts):
+            key = (self.score.turn(ctx.step, layer), k, ctx.layout, batch, device)
+            indices = known.pop(key, None)
+            if indices is None:
+                drawn = self.score.draw(ctx.layout, ctx.step, self.spec.layers) if drawn is None else drawn
+                indices = hard_topk(drawn[layer][None], k).to(device).repeat(batch, 1)
+            known[key] = indices
+            settled.append(indices)
+        for oldest in list(known)[: len(known) - KEPT_TOKENS // (batch * ctx.tokens)]:
+            del known[oldest]
+        return settled
+
+    def forget(self) -> None:
+        self._settled.clear()
+
     def indices(self, x: Tensor, site: Place, ctx: StepContext) -> Tensor:
         """The tokens a layer runs on; under sequential guidance the second call of a step takes the first's."""
         now: PrunerStep = ctx.now
+        if now.settled is not None:
+            now.indices[site.layer] = now.settled[site.layer]
+            return now.settled[site.layer]
         chosen = choose_once(now.indices, site, self.guidance, ctx)
         if chosen is None:
             with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -37,6 +38,7 @@ class ScoreStep:
     """What scoring keeps for the sites of one step."""
 
     drawn: Tensor | None = None  # (L, N), scores that look at no token
+    settled: list[Tensor] | None = None  # of each layer (B, k), the tokens that such scores alone choose
     contexts: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     """Of each guidance branch, each router's context."""
     cover: Tensor | None = None  # (L, N), the lattice that a bonus for cover follows
@@ -57,10 +59,15 @@ class Score:
         """Scores (L, N) of every layer at a step, where they are drawn."""
         raise NotImplementedError
 
+    def turn(self, step: int, layer: int) -> Hashable:
+        """What those of a layer at a step depend on."""
+        return step, layer
+
     def __call__(self, x: Tensor, site: Place, ctx: StepContext) -> Tensor:
         """Scores (B, N) of tokens x (B, N, D)."""
         now: ScoreStep = ctx.now
-        assert now.drawn is not None
+        if now.drawn is None:  # a subclass may ask, where the tokens are settled without
+            now.drawn = self.draw(ctx.layout, ctx.step, len(ctx.counts))
         return now.drawn[site.layer].expand(x.shape[0], -1)
 
 
@@ -77,6 +84,9 @@ class Band(Score):
         behind = (torch.arange(layout.tokens) - start) % layout.tokens
         return -behind.float().expand(layers, -1)
 
+    def turn(self, step: int, layer: int) -> Hashable:
+        return step
+
 
 class Lattice(Score):
     """Evenly over the grid, and each token in its turn over layers and steps: a Bayer order, turned."""
@@ -85,6 +95,9 @@ class Lattice(Score):
 
     def draw(self, layout: Layout, step: int, layers: int) -> Tensor:
         return torch.stack([lattice_scores(layout.shape, step, layer) for layer in range(layers)])
+
+    def turn(self, step: int, layer: int) -> Hashable:
+        return step + layer
 
 
 class Random(Score):

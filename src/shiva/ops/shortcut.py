@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shiva.core.reduction import Reduction, flat_rows, gather, scatter, select
+from shiva.core.reduction import Reduction, flat_rows, gather, select
 
 Shape = tuple[int, int, int]
 """Frames, rows and columns of the image tokens; an image has one frame."""
@@ -42,15 +42,16 @@ ABSENT = -1e30
 
 
 class Lin(NamedTuple):
-    """The regression of one layer at one noise level, or at one for each sample: (B, D, r) and (B, 1, G)."""
+    """The regression of one layer at one noise level, or at one for each sample: (B, D, r) and (B, 1, D)."""
 
     down: Tensor  # (D, r)
-    levels: Tensor  # (G,), the powers of the noise level that the offsets are multiplied by
-    up: Tensor  # (r + G, D), the offsets below
+    up: Tensor  # (r, D)
+    offset: Tensor  # (D,)
 
     def __call__(self, x: Tensor) -> Tensor:
         """What the layer would add to x (B, N, D)."""
-        return project(x, self) @ self.up.to(x.dtype)
+        seen, up, offset = normed(x) @ self.down.to(x.dtype), self.up.to(x.dtype), self.offset.to(x.dtype)
+        return F.linear(seen, up.t(), offset) if offset.ndim == 1 else seen @ up + offset
 
 
 class Factors(NamedTuple):
@@ -65,18 +66,13 @@ class Factors(NamedTuple):
         level = torch.as_tensor(sigma, dtype=self.down.dtype, device=self.down.device)[..., None]
         levels = level ** torch.arange(len(self.down), device=level.device)  # (G,) or (B, G)
         down = (levels[..., None, None] * self.down).sum(dim=-3)
-        return Lin(down, levels if levels.ndim == 1 else levels[:, None], torch.cat([self.up, self.bias]))
+        offset = (levels[..., None] * self.bias).sum(dim=-2)
+        return Lin(down, self.up, offset if levels.ndim == 1 else offset[:, None])
 
 
 def normed(x: Tensor) -> Tensor:
     """LN(x), which has no weights."""
     return F.layer_norm(x, x.shape[-1:], eps=EPS)
-
-
-def project(x: Tensor, lin: Lin) -> Tensor:
-    """What the regression sees of x (B, N, D): (B, N, r + G), the last constant over a sample's tokens."""
-    seen = normed(x) @ lin.down.to(x.dtype)
-    return torch.cat([seen, lin.levels.to(seen.dtype).expand(*seen.shape[:2], -1)], dim=-1)
 
 
 class Shortcut(nn.Module):
@@ -96,16 +92,21 @@ class Shortcut(nn.Module):
         """A layer's regression at a noise level; sigma as a tensor, so that steps share what is compiled."""
         return self.layer(layer).at(sigma)
 
+    def all_at(self, sigma: Tensor) -> list[Lin]:
+        """Of all layers, at one noise level, in a few operations."""
+        levels = sigma.to(self.down.dtype) ** torch.arange(self.down.shape[1], device=sigma.device)  # (G,)
+        down, offset = ((levels.view(-1, *[1] * (w.ndim - 2)) * w).sum(dim=1) for w in (self.down, self.bias))
+        return [Lin(*layer) for layer in zip(down, self.up, offset, strict=True)]
+
     @torch.no_grad()
     def set_layer(self, layer: int, factors: Factors) -> None:
         for own, fitted in zip(self.layer(layer), factors, strict=True):
             own.copy_(fitted)
 
 
-def shortcut_flops(tokens: int, k: float, width: int, rank: int, degree: int = 1, neighbours: int = 25) -> float:
+def shortcut_flops(tokens: int, k: float, width: int, rank: int, neighbours: int = 25) -> float:
     """FLOPs of filling tokens - k of a sample's; `neighbours` is the window's size, 0 leaves the matrix products."""
-    skipped, seen = tokens - k, rank + degree + 1
-    return 2 * width * (rank * tokens + seen * skipped) + 2 * skipped * neighbours * (width + seen)
+    return 2 * width * (2 * rank * tokens + neighbours * (tokens - k))
 
 
 # -- the neighbours ----------------------------------------------------------------------------------------
@@ -125,15 +126,16 @@ class Neighbours(NamedTuple):
 
 
 def window(shape: Shape, spread: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The tokens around each of the grid's: their places and log weights, both (N, J); itself does not count."""
+    """The tokens around each of the grid's, (N, J), N where it ends, and their log weights (J,); itself has none."""
     own = torch.meshgrid(*(torch.arange(n, device=device) for n in shape), indexing="ij")
     away = torch.meshgrid(*(torch.arange(-w, w + 1, device=device) for w in reach(shape)), indexing="ij")
     place, logits = torch.zeros((), dtype=torch.long, device=device), torch.zeros((), device=device)
+    inside = torch.ones((), dtype=torch.bool, device=device)
     for n, start, offset in zip(shape, own, away, strict=True):
         axis = start.flatten()[:, None] + offset.flatten()  # (N, J)
-        place = place * n + axis.clamp(0, n - 1)
-        logits = (logits - offset.flatten() ** 2 / (2 * spread**2)).where((axis >= 0) & (axis < n), ABSENT)
-    return place, logits.where(logits < 0, ABSENT)
+        place, inside = place * n + axis, inside & (axis >= 0) & (axis < n)
+        logits = logits - offset.flatten() ** 2 / (2 * spread**2)
+    return place.where(inside, math.prod(shape)), logits.where(logits < 0, ABSENT)
 
 
 kept_window = functools.lru_cache(maxsize=64)(window)
@@ -150,16 +152,16 @@ def find_neighbours(indices: Tensor, targets: Tensor, shape: Shape, spread: floa
     With Gaussian weights this is the normalised convolution of a map that is zero where nothing was computed,
     conv(map) / conv(mask), at the targets alone. A target that was itself computed does not count for itself.
     """
-    batch, k = indices.shape
+    (batch, k), tokens = indices.shape, math.prod(shape)
     around = window if torch.compiler.is_compiling() else kept_window  # a compiler fuses it, and knows no cache
     places, logits = around(shape, spread, indices.device)
     computed = torch.arange(batch * k, device=indices.device).view(batch, k)
-    row_of = torch.full((batch, math.prod(shape)), -1, device=indices.device).scatter(1, indices, computed)
-    rows = row_of.gather(1, places[targets].flatten(1)).view(-1, logits.shape[-1])  # (B * T, J)
-    near = logits[targets].flatten(0, 1)
-    present = (rows >= 0) & (near > ABSENT)
-    weights = near.masked_fill(~present, ABSENT).softmax(dim=-1) * present
-    return Neighbours(rows.clamp(min=0), weights)
+    row_of = computed.new_zeros(batch, tokens + 1).scatter(1, indices, computed)
+    absence = logits.new_full((batch, tokens + 1), ABSENT).scatter(1, indices, 0.0)
+    near = flat_rows(places.index_select(0, targets.flatten()).view(batch, -1), tokens + 1)
+    unlikely = absence.view(-1).index_select(0, near).view(-1, len(logits)) + logits  # (B * T, J)
+    weights = unlikely.softmax(dim=-1) * (unlikely > ABSENT / 2)
+    return Neighbours(row_of.view(-1).index_select(0, near).view(weights.shape), weights)
 
 
 # -- the fill ----------------------------------------------------------------------------------------------
@@ -171,59 +173,73 @@ def skipped_tokens(indices: Tensor, tokens: int) -> Tensor:
     return computed.sort(dim=-1, stable=True).indices[:, : tokens - indices.shape[1]]
 
 
+class Places(NamedTuple):
+    """Where the tokens that run and the others are, and which of the former tell what the latter get."""
+
+    computed: Tensor  # (B * k,), `flat_rows` of the N tokens
+    skipped: Tensor  # (B * (N - k),)
+    near: Neighbours | None
+
+
+def places_of(indices: Tensor, shape: Shape, spread: float = SPREAD, parts: Parts = "both") -> Places:
+    """Of the tokens that run (B, k)."""
+    tokens = math.prod(shape)
+    skipped = skipped_tokens(indices, tokens)
+    near = find_neighbours(indices, skipped, shape, spread) if parts in ("neighbours", "both") else None
+    return Places(flat_rows(indices, tokens), flat_rows(skipped, tokens), near)
+
+
 def fill_updates(
     updates: Tensor,
     x: Tensor,
     indices: Tensor,
-    targets: Tensor,
     lin: Lin,
     shape: Shape,
     spread: float = SPREAD,
     parts: Parts = "both",
 ) -> Tensor:
-    """What each target (B, T) gets (B, T, D), from the updates (B, k, D) that indices (B, k) of x (B, N, D) got.
+    """What each token of x (B, N, D) would get if it were skipped, from the updates (B, k, D) that indices (B, k) got.
 
-    A target among the indices gets what it would if it were skipped, which is what an estimator compares its own
-    update to.
-
-    As lin has low rank, the neighbours' residual is not made for the k tokens: their mean update takes one pass, and
-    the mean of what the regression sees of them is narrow. Offsets cancel in it wherever there is a neighbour.
+    A computed token's is what an estimator compares its own update to.
     """
-    tokens, width = x.shape[1:]
-    if parts == "identity":
-        return updates.new_zeros(*targets.shape, width)
+    own = lin(x).to(updates.dtype) if parts in ("lin", "both") else torch.zeros_like(x, dtype=updates.dtype)
+    if parts in ("identity", "lin"):
+        return own
     if parts == "mean":
-        return updates.mean(dim=1, keepdim=True).expand(-1, targets.shape[1], -1)
-    if parts == "neighbours":
-        return find_neighbours(indices, targets, shape, spread).mean(updates)
-    dtype, up = updates.dtype, lin.up.to(updates.dtype)
-    seen = project(x, lin).float() if dtype.itemsize < 4 else project(x, lin)  # (B, N, r + G)
-    own = gather(seen, flat_rows(targets, tokens))
-    if parts == "lin":
-        return (own.to(dtype) @ up).to(dtype)
-    near = find_neighbours(indices, targets, shape, spread)
-    beyond = own - near.mean(gather(seen, flat_rows(indices, tokens)))  # (B, T, r + G)
-    filled = torch.addmm(near.mean(updates).flatten(0, 1), beyond.flatten(0, 1).to(dtype), up)
-    return filled.view(*targets.shape, width).to(dtype)  # autocast may have made it another
+        return own + updates.mean(dim=1, keepdim=True)
+    every = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
+    near = find_neighbours(indices, every, shape, spread)
+    return own + near.mean(updates - gather(own, flat_rows(indices, x.shape[1])))
 
 
 def shortcut_fill(
-    indices: Tensor, x: Tensor, lin: Lin, shape: Shape, spread: float = SPREAD, parts: Parts = "both"
+    indices: Tensor,
+    x: Tensor,
+    lin: Lin,
+    shape: Shape,
+    spread: float = SPREAD,
+    parts: Parts = "both",
+    places: Places | None = None,
 ) -> Reduction:
-    """Run the tokens at indices (B, k) of x (B, N, D); the others add what `fill_updates` makes of the results.
+    """Run the tokens at indices (B, k) of x (B, N, D); the others add what `fill_updates` would give them.
 
-    `lin` is a layer's regression at the step's noise level, `Shortcut.at`.
+    `lin` is a layer's regression at the step's noise level, `Shortcut.at`; `places` are those of the indices, where
+    they are known.
     """
     tokens = x.shape[1]
     if parts == "identity" or indices.shape[1] == tokens:
         return select(indices, tokens)
-    rows = flat_rows(indices, tokens)
+    rows, skipped, near = places or places_of(indices, shape, spread, parts)
 
     def restore(values: Tensor, base: Tensor) -> Tensor:
-        skipped = skipped_tokens(indices, tokens)
-        updates = values - gather(base, rows)
-        filled = fill_updates(updates, x, indices, skipped, lin, shape, spread, parts)
-        restored = scatter(values, base, rows)
-        return restored.flatten(0, 1).index_add_(0, flat_rows(skipped, tokens), filled.flatten(0, 1)).view(base.shape)
+        """The regression is added to all tokens, so that what neighbours tell beyond it is one difference."""
+        wide = torch.promote_types(values.dtype, torch.float32)
+        restored = lin(x).to(wide).add_(base) if parts in ("lin", "both") else base.to(wide, copy=True)
+        flat, results = restored.flatten(0, 1), values.to(wide)
+        if parts != "lin":
+            beyond, others = results - gather(restored, rows), tokens - indices.shape[1]
+            told = beyond.mean(dim=1, keepdim=True).expand(-1, others, -1) if near is None else near.mean(beyond)
+            flat.index_add_(0, skipped, told.flatten(0, 1))
+        return flat.index_copy_(0, rows, results.flatten(0, 1)).view(base.shape).to(values.dtype)
 
     return Reduction(lambda full: gather(full, rows), restore, indices)
