@@ -12,6 +12,8 @@ from reproduce.bench import figures
 from reproduce.bench.anatomy import anatomy_table, measure_anatomy
 from reproduce.bench.compiling import compile_table, count_graphs, export_steps, export_table, measure_compile
 from reproduce.bench.compose import attention_cache_refusals, compose_table, measure_compose, mixes_without
+from reproduce.bench.pages import fill_tables
+from reproduce.bench.reach import chosen_reach, measure_reach, reach_table
 from reproduce.bench.roofline import predict, roofline_table
 from reproduce.bench.scale import LENGTHS, growth_table, measure_growth, measure_path, path_table
 from reproduce.bench.selector import LENGTHS as SELECTOR_LENGTHS
@@ -19,7 +21,7 @@ from reproduce.bench.selector import measure_selector, selector_table
 from reproduce.bench.train_cost import measure_train, train_table, trained_methods
 from shiva.bench.entries import Entry, shiva_entry
 from shiva.bench.shapes import shape
-from shiva.bench.table import fill_tables, publish
+from shiva.bench.table import publish
 from shiva.cli.bench import (
     Batch,
     Budgets,
@@ -189,6 +191,32 @@ def scale(
     tables = [path_table(whole, path), *([growth_table(at, growth)] if growth else [])]
     tables.append(roofline_table(whole, predictions, efficiency))
     publish(name or "scale", folder, tables, found, {"rounds": rounds}, figures.draw_scale)
+
+
+@app.command()
+def reach(
+    models: Annotated[
+        str, typer.Option(help="Names between commas, such as qwen-image,z-image; all ten otherwise")
+    ] = "",
+    layers: Annotated[int, typer.Option(min=2, help="Blocks of each slice")] = 4,
+    budget: Annotated[float, typer.Option(min=0.01, max=1.0, help="Shiva's keep")] = 0.6,
+    tokens: Annotated[
+        int | None, typer.Option(min=16, help="At most so many image tokens: videos lose frames, as memory allows")
+    ] = None,
+    rounds: Rounds = 3,
+    threads: Threads = None,
+    output: Output = None,
+    record: Record = False,
+    name: Name = None,
+) -> None:
+    """Speed-up over what FLOPs allow, on slices of the ten transformers people run most, images and videos."""
+    folder, chosen = folder_of(output, record, "bench"), chosen_reach(models)
+    use_threads(threads)
+    with progress_line() as progress:
+        rows = measure_reach(chosen, budget, layers, tokens, rounds, progress)
+    settings = {"layers": layers, "budget": budget, "tokens": tokens, "rounds": rounds}
+    found = {"models": [row.to_dict() for row in rows]}
+    publish(name or "reach", folder, [reach_table(rows, budget, layers)], found, settings)
 
 
 @app.command()

@@ -16,8 +16,7 @@ from shiva.checkpoint import CONFIG_FILE, ShivaCheckpoint
 from shiva.core import options
 from shiva.core.method import MethodConfig
 from shiva.core.options import Count, NotNegative, Whole, build, conform
-from shiva.evaluate.int8 import quantized
-from shiva.evaluate.rivals import CacheName, Solver, caching, solving, wraps_blocks
+from shiva.evaluate.rivals import CacheName, Solver, caching, quantized, solving, wraps_blocks
 from shiva.files import read_yaml
 from shiva.ops.schedule import RatioSchedule
 from shiva.session import Session

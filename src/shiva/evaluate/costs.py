@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from shiva.api import attach
 from shiva.backbones.base import bind, parameter_names
-from shiva.bench.environment import environment
-from shiva.bench.latency import Timing, interleave
+from shiva.bench.entries import Timing, interleave
+from shiva.bench.table import environment
 from shiva.checkpoint import write_atomically
 from shiva.core.cost import Flops, counting
 from shiva.cost import total

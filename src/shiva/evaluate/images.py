@@ -17,16 +17,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shiva.bench.environment import environment
+from shiva.bench.table import environment
 from shiva.checkpoint import write_atomically, write_image
 from shiva.core.options import REFUSALS
 from shiva.evaluate.candidates import Candidate, slug
-from shiva.evaluate.drawing import draw
+from shiva.evaluate.drawing import Workers, draw
 from shiva.evaluate.metrics import Pictures
 from shiva.evaluate.metrics.base import decode
 from shiva.evaluate.prompts import PromptSet
 from shiva.evaluate.rivals import magnitude_ratios
-from shiva.evaluate.workers import Workers
 from shiva.session import Session
 
 CALIBRATION = 2**31 - 1

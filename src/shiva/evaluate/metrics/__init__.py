@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from shiva.core.options import unknown_key
 from shiva.evaluate.checkout import reproduce
-from shiva.evaluate.metrics import hub, lpips, pixels  # noqa: F401  (each registers its metrics)
+from shiva.evaluate.metrics import learned, pixels  # noqa: F401  (each registers its metrics)
 from shiva.evaluate.metrics.base import METRICS, Metric, MissingWeights, Pictures, Score, Subject, Tools
 
 ORDER = (
