@@ -39,9 +39,7 @@ class Commands(TyperGroup):
 
 
 bench = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    help="Measure speed, dense and reduced in turns, as ratios within one run.",
+    cls=Commands, no_args_is_help=True, help="Measure speed, dense and reduced in turns, as ratios within one run."
 )
 
 

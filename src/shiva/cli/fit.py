@@ -42,8 +42,7 @@ def fit(
     stride: Annotated[int, typer.Option(min=1, help="Take every so manieth token; for large images")] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Prompts a call")] = 4,
     probe: Annotated[
-        bool,
-        typer.Option("--probe", help="Fit the probe of Refresh instead, for runs of many steps"),
+        bool, typer.Option("--probe", help="Fit the probe of Refresh instead, for runs of many steps")
     ] = False,
     table: Annotated[
         str | None, typer.Option(help="Learn how many tokens each step runs instead: of Refresh or DiffSparse")

@@ -32,9 +32,7 @@ def demo(
     make_demo(methods, every, check_folder(output), steps, seed, prompts)
 
 
-def models(
-    markdown: Annotated[bool, typer.Option(help="Print the table of docs/compatibility.md")] = False,
-) -> None:
+def models(markdown: Annotated[bool, typer.Option(help="Print the table of docs/compatibility.md")] = False) -> None:
     """List the transformers that can be reduced, and those that cannot, with the reason."""
     from shiva.backbones.base import REFUSED
     from shiva.backbones.known import as_markdown, known

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from shiva.core.cost import Flops, counting
 from shiva.cost import total
 from shiva.evaluate.candidates import Candidate, slug
 from shiva.evaluate.images import Run
+from shiva.evaluate.rivals import scheduled
 from shiva.methods import Shiva
 
 
@@ -105,16 +106,6 @@ def replay(run: Run, candidate: Candidate, recording: Recording) -> Cost:
     )
 
 
-@contextlib.contextmanager
-def scheduled(pipe: Any, scheduler: Any) -> Iterator[None]:
-    """The pipeline with another scheduler inside this context."""
-    before, pipe.scheduler = pipe.scheduler, scheduler
-    try:
-        yield
-    finally:
-        pipe.scheduler = before
-
-
 @dataclass(frozen=True)
 class Spent:
     """Of one call of the pipeline, from noise to latents."""
@@ -185,15 +176,12 @@ class Prices:
         return self._recording
 
     def of(self, name: str) -> Cost:
+        def measure() -> dict[str, Any]:
+            candidate = self.run.candidates[name]
+            return asdict(self._whole(name) if candidate.is_rival else replay(self.run, candidate, self.recording))
+
         key = f"{self.run.key(name)} {self.indices} {self.seed}"
-        path = self.run.folder / "scores" / slug(name) / "cost.json"
-        known = read_cache(path, key)
-        if known is not None:
-            return Cost(**known)
-        candidate = self.run.candidates[name]
-        cost = self._whole(name) if candidate.is_rival else replay(self.run, candidate, self.recording)
-        write_cache(path, key, asdict(cost))
-        return cost
+        return Cost(**cached(self.run.folder / "scores" / slug(name) / "cost.json", key, measure))
 
     def _whole(self, name: str) -> Cost:
         """Of a candidate whose steps are not dense's: what its run spends, shared out over dense's steps."""
@@ -204,14 +192,9 @@ class Prices:
 
     def spent(self, name: str) -> Spent:
         """What one call of the pipeline takes, measured once."""
-        key = self.run.key(name)
         path = self.run.folder / "scores" / slug(name) / "spent.json"
-        known = read_cache(path, key)
-        if known is not None:
-            return Spent(Flops(**known["flops"]), known["memory"])
-        spent = spend(self.run, name)
-        write_cache(path, key, asdict(spent))
-        return spent
+        known = cached(path, self.run.key(name), lambda: asdict(spend(self.run, name)))
+        return Spent(Flops(**known["flops"]), known["memory"])
 
     def share(self, candidate: Candidate) -> float:
         """True FLOPs as a share of dense, of a candidate that is being looked for."""
@@ -237,11 +220,7 @@ class Latency:
 
 
 def latency(
-    run: Run,
-    names: Sequence[str],
-    rounds: int,
-    device: str,
-    progress: Callable[[str], None] = lambda name: None,
+    run: Run, names: Sequence[str], rounds: int, device: str, progress: Callable[[str], None] = lambda name: None
 ) -> dict[str, Latency]:
     """Time of an image of each candidate, all in turns; on a busy machine only their ratios mean much.
 
@@ -280,6 +259,14 @@ def read_cache(path: Path, key: str) -> Any:
         return None
     content = json.loads(path.read_text())
     return content["found"] if content["key"] == key else None
+
+
+def cached(path: Path, key: str, measure: Callable[[], Any]) -> Any:
+    """A figure, measured where it was not before."""
+    found = read_cache(path, key)
+    if found is None:
+        write_cache(path, key, found := measure())
+    return found
 
 
 def write_cache(path: Path, key: str, found: Any) -> None:

@@ -28,7 +28,6 @@ from shiva.core.needs import install
 from shiva.core.trace import Trace
 from shiva.cost import Summary
 from shiva.evaluate.candidates import Candidate
-from shiva.session import Session
 
 T = TypeVar("T")
 
@@ -266,7 +265,9 @@ def generate(
     outcomes: dict[str, Outcome] = {}
     for _ in range(rounds):
         for name, candidate in candidates.items():
-            with candidate.attached(pipe) as session, tracing(session, trace) as seen:
+            with contextlib.ExitStack() as stack:
+                session = stack.enter_context(candidate.attached(pipe))
+                seen = stack.enter_context(session.trace()) if session is not None and trace else None
                 start = time.perf_counter()
                 images = []
                 for place in range(0, len(prompts), size):
@@ -282,7 +283,3 @@ def generate(
             else:
                 outcomes[name] = Outcome(images, [seconds], summary, seen)
     return outcomes
-
-
-def tracing(session: Session | None, wanted: bool) -> contextlib.AbstractContextManager[Trace | None]:
-    return session.trace() if session is not None and wanted else contextlib.nullcontext()

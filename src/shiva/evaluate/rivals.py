@@ -40,11 +40,18 @@ def solving(pipe: Any, solver: Solver) -> Iterator[None]:
         with evenly_spaced(pipe.scheduler):
             yield
     else:
-        own, pipe.scheduler = pipe.scheduler, multistep(pipe.scheduler)
-        try:
+        with scheduled(pipe, multistep(pipe.scheduler)):
             yield
-        finally:
-            pipe.scheduler = own
+
+
+@contextlib.contextmanager
+def scheduled(pipe: Any, scheduler: Any) -> Iterator[None]:
+    """The pipeline with another scheduler inside this context."""
+    own, pipe.scheduler = pipe.scheduler, scheduler
+    try:
+        yield
+    finally:
+        pipe.scheduler = own
 
 
 @contextlib.contextmanager

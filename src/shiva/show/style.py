@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import re
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shiva.checkpoint import write_atomically
 from shiva.core.needs import install
+from shiva.evaluate.frontier import pareto
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 """Okabe and Ito's colours, which the colour-blind tell apart."""
@@ -132,14 +134,12 @@ def draw_plane(points: list[dict[str, Any]], panels: dict[str, str], title: str,
         point["cost"] = 100 * point["time" if timed else "flops"]
     figure, axes = plot(12, 5.4, panels=len(panels))
     for axis, (key, heading) in zip(axes, panels.items(), strict=True):
-        best = sorted(points, key=lambda p: (p["cost"], -p[key]))
-        edge = [p for place, p in enumerate(best) if all(p[key] > other[key] for other in best[:place])]
+        edge = pareto(points, itemgetter("cost"), itemgetter(key))
         axis.step([p["cost"] for p in edge], [p[key] for p in edge], where="post", color=QUIET, linewidth=7, zorder=0)
         labels = [draw_series(axis, name, members, key) for name, members in series(points).items()]
         axis.set(xlabel=f"{'time' if timed else 'true FLOPs'} of an image, % of dense", ylabel=heading)
         axis.axvline(50, color=GREY, linewidth=0.8, linestyle=":", zorder=0)
         axis.margins(0.06)
-        axis.set_xlim(right=axis.get_xlim()[1] + 0.18 * (axis.get_xlim()[1] - axis.get_xlim()[0]))
         put_labels(axis, [label for label in labels if label is not None])
     figure.suptitle(title, fontsize=10)
     save(figure, path)
@@ -168,23 +168,22 @@ def draw_series(axis: Any, name: str, members: list[dict[str, Any]], key: str) -
     return None if variant else Label(name, across[-1], up[-1], colour, ours)
 
 
+LETTER, LINE = 0.018, 0.042
+"""A letter's width and a line's height, as shares of the plane."""
+
+
 def put_labels(axis: Any, labels: list[Label]) -> None:
-    """Names to the right of their points, pushed apart where they would lie on each other."""
+    """Names to the right of their points, pushed up where they would lie on each other."""
     (left, right), (bottom, top) = axis.get_xlim(), axis.get_ylim()
-    placed: list[Label] = []
+    right += 0.18 * (right - left)
+    axis.set_xlim(left, right)
+    letter, line = LETTER * (right - left), LINE * (top - bottom)
+    placed: list[tuple[float, float, float]] = []
     for label in sorted(labels, key=lambda label: label.y):
-        y = label.y
-        for other in placed:
-            if abs(label.x - other.x) < 0.3 * (right - left) and y < other.y + 0.042 * (top - bottom):
-                y = other.y + 0.042 * (top - bottom)
-        placed.append(label._replace(y=y))
-        weight = "bold" if label.bold else "normal"
-        axis.annotate(
-            label.text,
-            (label.x, y),
-            (7, -3),
-            textcoords="offset points",
-            fontsize=9,
-            color=label.colour,
-            fontweight=weight,
-        )
+        start, end, y = label.x, label.x + letter * len(label.text), label.y
+        while any(start < b and a < end and abs(y - other) < line for a, b, other in placed):
+            y += line / 4
+        placed.append((start, end, y))
+        look = {"fontsize": 8, "color": label.colour, "fontweight": "bold" if label.bold else "normal"}
+        pointer = {"arrowstyle": "-", "color": QUIET, "shrinkA": 0, "shrinkB": 3} if y > label.y + line else None
+        axis.annotate(label.text, (label.x, label.y), (start + letter, y), va="center", arrowprops=pointer, **look)

@@ -33,11 +33,7 @@ INSTALL = (
 class ArraysOnly(pickle.Unpickler):
     """Reads a pickle that holds numpy arrays in plain containers; anything else is refused."""
 
-    allowed: ClassVar = {
-        ("numpy.core.multiarray", "_reconstruct"),
-        ("numpy", "ndarray"),
-        ("numpy", "dtype"),
-    }
+    allowed: ClassVar = {("numpy.core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype")}
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.allowed:
