@@ -227,7 +227,7 @@ def test_the_folder_keeps_every_environment_that_made_images(
 
 
 def test_a_method_against_itself_differs_by_exactly_nothing(tmp_path: Path, pipe: Prompted) -> None:
-    from shiva.evaluate.metrics.base import metric
+    from shiva.evaluate.metrics import metric
 
     @metric("brightness", "brightness", needs="images", higher=True)
     def brightness(subject: Any, tools: Tools) -> torch.Tensor:

@@ -36,7 +36,7 @@ from shiva.cli.bench import (
     shape_of,
     shiva_entries,
 )
-from shiva.cli.terminal import Output, Record, Threads, folder_of, numbers, progress_line, use_threads
+from shiva.cli.terminal import Output, Record, Threads, folder_of, numbers, progress_line
 from shiva.methods import DyDiT
 
 app = typer.Typer()
@@ -61,7 +61,6 @@ def anatomy(
     """Time of each stage of the pruning path, of attention and of FFN."""
     folder = folder_of(output, record, "bench")
     chosen = shape_of(model, layers, height, width, batch)
-    use_threads(threads)
     with progress_line() as progress:
         results = measure_anatomy(chosen, shiva_entries(budgets, flat), rounds, progress=progress)
     found = {"configurations": [{**asdict(row), "path": row.path} for row in results]}
@@ -82,7 +81,6 @@ def selector(
 ) -> None:
     """Forward, backward and kept memory of the operators that relax top-k."""
     folder = folder_of(output, record, "bench")
-    use_threads(threads)
     with progress_line() as progress:
         results = measure_selector(numbers("--lengths", lengths, int), width, batch, rounds, progress=progress)
     found = {"operators": [asdict(row) for row in results]}
@@ -113,7 +111,6 @@ def compile_(
     folder = folder_of(output, record, "bench")
     chosen = shape_of(model, layers, height, width, batch)
     small = chosen.slice(min(export_layers, sum(chosen.layers)))
-    use_threads(threads)
     with progress_line() as progress:
         exported = {"shiva 0.6": export_steps(small, shiva_entry(0.6), steps, progress=progress)}
         exported["dydit"] = export_steps(small, Entry(DyDiT.preset("paper")), 1, progress=progress)
@@ -149,7 +146,6 @@ def compose(
     """Shiva with INT8, a block-level cache and LoRA; what cannot compose is refused by name."""
     folder = folder_of(output, record, "bench")
     chosen, mixes = shape_of(model, layers, height, width, batch), mixes_without(without.split(","))
-    use_threads(threads)
     with progress_line() as progress:
         results = measure_compose(chosen, mixes, budget=budget, steps=steps, rounds=rounds, progress=progress)
         refusals = attention_cache_refusals(chosen)
@@ -176,7 +172,6 @@ def scale(
     folder = folder_of(output, record, "bench")
     whole = shape("sd3-medium")
     at = shape_of("sd3-medium", None, height, width, None)
-    use_threads(threads)
     with progress_line() as progress:
         path = measure_path(whole, numbers("--lengths", lengths, int), rounds=max(rounds, 3), progress=progress)
         sizes = numbers("--batches", batches, int), numbers("--depths", depths, int)
@@ -211,7 +206,6 @@ def reach(
 ) -> None:
     """Speed-up over what FLOPs allow, on slices of the ten transformers people run most, images and videos."""
     folder, chosen = folder_of(output, record, "bench"), chosen_reach(models)
-    use_threads(threads)
     with progress_line() as progress:
         rows = measure_reach(chosen, budget, layers, tokens, rounds, progress)
     settings = {"layers": layers, "budget": budget, "tokens": tokens, "rounds": rounds}
@@ -250,7 +244,6 @@ def train(
             f"model={model!r} must be sd3-medium or emoji: the trained baselines are measured on SD3's class"
         )
     chosen = shape_of(model, layers, height, width, batch)
-    use_threads(threads)
     with progress_line() as progress:
         results, skipped = measure_train(chosen, trained_methods(), rounds, checkpointing, progress)
     found = {"methods": [asdict(row) for row in results], "skipped": skipped}

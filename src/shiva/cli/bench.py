@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shiva.cli.terminal import Output, Record, Threads, folder_of, numbers, progress_line, use_threads
+from shiva.cli.terminal import Output, Record, Threads, folder_of, numbers, progress_line
 from shiva.evaluate.checkout import reproduce
 
 if TYPE_CHECKING:
@@ -101,7 +101,6 @@ def step(
         entries |= papers.baseline_entries(sum(chosen.layers))
     elif baselines:
         entries |= {name: Entry(config) for name, config in official_presets().items()}
-    use_threads(threads)
     with progress_line() as progress:
         quoted = {} if papers is None else papers.speedups(chosen)
         results, skipped = measure_step(chosen, entries, rounds, compiled=compiled, paper=quoted, progress=progress)

@@ -7,20 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shiva.cli.terminal import (
-    Device,
-    Dtype,
-    Height,
-    Output,
-    Record,
-    Seeds,
-    Threads,
-    Width,
-    folder_of,
-    numbers,
-    progress_line,
-    use_threads,
-)
+from shiva.cli.terminal import Device, Dtype, Height, Output, Record, Threads, Width, folder_of, numbers, progress_line
 
 if TYPE_CHECKING:
     from shiva.evaluate.evaluation import Evaluation
@@ -36,7 +23,7 @@ def evaluate(
     record: Record = False,
     split: Annotated[str | None, typer.Option(help="Of the emoji set: train, validation or all")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="So many prompts, evenly spaced over the set")] = None,
-    seeds: Seeds = "0",
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas")] = "0",
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps")] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale")] = None,
     height: Height = None,
@@ -80,7 +67,6 @@ def evaluate(
     source = prompts or (Path(candidates.prompts) if candidates.prompts else None)
     if source is None:
         raise ValueError(f"{methods} names no prompts; pass --prompts FILE")
-    use_threads(threads)
     quiet()
     weights = {"clip": clip, "inception": None if inception is None else str(inception), "reward": reward}
     steps = candidates.steps if steps is None else steps

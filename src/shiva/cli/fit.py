@@ -17,7 +17,6 @@ from shiva.cli.terminal import (
     numbers,
     progress_line,
     settings_from,
-    use_threads,
 )
 
 if TYPE_CHECKING:
@@ -80,7 +79,6 @@ def fit(
 
     drawing.check_device(device)
     check_folder(output)
-    use_threads(threads)
     drawing.quiet()
     pipe, arguments = drawing.load_with_arguments(model, dtype, device)
     asked = {"height": height, "width": width}

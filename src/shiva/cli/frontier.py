@@ -7,20 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shiva.cli.terminal import (
-    Device,
-    Dtype,
-    Height,
-    Output,
-    Record,
-    Seeds,
-    Threads,
-    Width,
-    folder_of,
-    numbers,
-    progress_line,
-    use_threads,
-)
+from shiva.cli.terminal import Device, Dtype, Height, Output, Record, Threads, Width, folder_of, numbers, progress_line
 
 if TYPE_CHECKING:
     from shiva.evaluate.candidates import Candidate
@@ -53,7 +40,7 @@ def frontier(
     ] = 24,
     output: Output = None,
     record: Record = False,
-    seeds: Seeds = "0",
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas")] = "0",
     height: Height = None,
     width: Width = None,
     metrics: Annotated[
@@ -92,7 +79,6 @@ def frontier(
     pruned: dict[str, Candidate] = {}
     for method in filter(None, methods.split(",")):
         pruned |= measuring.budgeted(method, shares)
-    use_threads(threads)
     quiet()
     size: Any = {"height": height, "width": width}
     shared = prepare(model, device, dtype, steps=steps, guidance=guidance, **size)

@@ -18,8 +18,20 @@ Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, …")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16")]
 Height = Annotated[int | None, typer.Option(min=1, help="Image height in pixels; else the model's own")]
 Width = Annotated[int | None, typer.Option(min=1, help="Image width in pixels; else the model's own")]
-Seeds = Annotated[str, typer.Option(help="Seeds, separated by commas")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's choice otherwise")]
+
+
+def use_threads(count: int | None) -> int | None:
+    if count is not None:
+        import torch
+
+        torch.set_num_threads(count)
+    return count
+
+
+Threads = Annotated[
+    int | None, typer.Option(min=1, callback=use_threads, help="CPU threads; torch's choice otherwise")
+]
+"""Set as the option is read."""
 
 TO_MEND = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EROFS, errno.ENOSPC}
 TO_MEND |= {errno.EDQUOT, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
@@ -87,13 +99,6 @@ def numbers(option: str, text: str, kind: type = float) -> tuple[Any, ...]:
     except ValueError as error:
         whole = "whole number" if kind is int else "number"
         raise ValueError(f"{option} {text} holds what is no {whole}; pass such as {option} 0,1") from error
-
-
-def use_threads(count: int | None) -> None:
-    if count is not None:
-        import torch
-
-        torch.set_num_threads(count)
 
 
 @contextlib.contextmanager

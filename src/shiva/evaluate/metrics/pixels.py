@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shiva.core.needs import install
-from shiva.evaluate.metrics.base import MissingWeights, Pictures, Subject, Tools, metric, pixels
+from shiva.evaluate.metrics import MissingWeights, Pictures, Subject, Tools, metric, pixels_of
 
 IDENTICAL = 100.0
 """dB that identical images count as; eight-bit images that differ at all stay below 97."""
@@ -28,7 +28,7 @@ def psnr(images: Tensor, others: Tensor) -> Tensor:
 
 def image_psnr(image: Any, other: Any) -> float:
     """Of two PIL images."""
-    return float(psnr(pixels(image)[None].double(), pixels(other)[None].double()))
+    return float(psnr(pixels_of(image)[None].double(), pixels_of(other)[None].double()))
 
 
 def cosine(images: Tensor, others: Tensor) -> Tensor:
