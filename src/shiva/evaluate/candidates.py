@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -115,7 +116,7 @@ class Candidate:
         config = source.method_config.changed(self.options) if isinstance(source, ShivaCheckpoint) else source
         return {
             "method": type(config).__name__,
-            "options": as_json(dataclasses.asdict(config)),  # type: ignore[call-overload]
+            "options": json.loads(json.dumps(dataclasses.asdict(config))),  # type: ignore[call-overload]
             "weights": fingerprint(Path(self.folder())) if trained else None,
             "flat": self.flat,
             "int8": self.int8,
@@ -162,13 +163,6 @@ def flatten(session: Session) -> None:
     schedule: RatioSchedule = method.schedule
     budget = method.config.budget if method.config.budget is not None else schedule.mean_keep
     method.set_schedule(RatioSchedule.flat(budget, schedule.layers, sorted(schedule.dense)))
-
-
-def as_json(value: Any) -> Any:
-    """A config as JSON would give it back."""
-    if isinstance(value, dict):
-        return {str(key): as_json(item) for key, item in value.items()}
-    return [as_json(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def fingerprint(folder: Path) -> str | None:

@@ -152,7 +152,11 @@ class Run:
             here = before
         elif before and lasting(before) != lasting(here):
             earlier = [*earlier, before]
-        entries = {name: {"slug": slug(name), **self._entry(name)} for name in names}
+        entries = {}
+        for name in names:
+            candidate = self.candidates[name]
+            made = {"config": self.config(name), "checkpoint": candidate.checkpoint, "paper": candidate.paper}
+            entries[name] = {"slug": slug(name), **made}
         left_out = {name: why for name, why in known.get("skipped", {}).items() if name not in names}
         manifest = {
             "settings": {**asdict(self.settings), "prompts": self.prompts.name},
@@ -164,10 +168,6 @@ class Run:
             "earlier_environments": earlier,
         }
         write_atomically(self.folder / "run.json", json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
-
-    def _entry(self, name: str) -> dict[str, Any]:
-        candidate = self.candidates[name]
-        return {"config": self.config(name), "checkpoint": candidate.checkpoint, "paper": candidate.paper}
 
     def _compare(self, known: dict[str, Any], names: Sequence[str]) -> None:
         asked = json.loads(json.dumps({**asdict(self.settings), "prompts": self.prompts.name}))

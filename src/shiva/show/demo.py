@@ -11,9 +11,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from shiva.bench.table import environment
+from shiva.bench.table import Table, environment
 from shiva.checkpoint import write_atomically, write_image
 from shiva.evaluate.candidates import DENSE, Candidate, read_candidates, slug
 from shiva.evaluate.checkout import BASE, TURBO, checkpoint_for, embedded, usual_run
@@ -159,8 +158,9 @@ def make_demo(methods: str | None, every: bool, output: Path, steps: int | None,
                     )
                 )
     made = [Drawings(row, turns[row.name]) for row in rows]
-    table = comparison(made)
-    console.print(draw_table(table, base, rows[0], len(prompts)))
+    table, dense = comparison(made), rows[0]
+    title = f"{len(prompts)} images of {base.name}, {dense.steps} steps at guidance {dense.guidance:g} where dense"
+    console.print(Table(title, HEADINGS, table).rich())
     page = draw_page(made, table, base, prompts)
     for reason in left_out:
         console.print(f"left out: {reason}", markup=False)
@@ -200,16 +200,6 @@ def comparison(made: Sequence[Drawings]) -> list[tuple[str, ...]]:
         close = "" if near is None else f"{near:.1f} dB"
         rows.append((entry.name, str(entry.row.steps), f"{share:.0%}", f"{1 / share:.2f}x", speed, time, close))
     return rows
-
-
-def draw_table(rows: Sequence[tuple[str, ...]], base: Path, dense: Row, count: int) -> Table:
-    title = f"{count} images of {base.name}, {dense.steps} steps at guidance {dense.guidance:g} where dense"
-    table = Table(title=title)
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == "method" else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def draw_page(made: Sequence[Drawings], rows: Sequence[tuple[str, ...]], base: Path, prompts: Sequence[str]) -> Page:
