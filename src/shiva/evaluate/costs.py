@@ -43,9 +43,14 @@ class Cost:
     share: float
     """True FLOPs as a share of dense."""
     share_paper: float
-    one_step_mse: float | None
+    one_step_mse: float | None = None
     """Squared distance of the prediction to dense at the same noisy latents, over all steps; None for whole runs."""
-    one_step_cosine: float | None
+    one_step_cosine: float | None = None
+
+    @classmethod
+    def of(cls, flops: Flops, dense: Flops, *one_step: float) -> Cost:
+        shares = flops.true / dense.true, flops.paper / dense.paper
+        return cls(flops.true / 1e9, flops.paper / 1e9, *shares, *one_step)
 
 
 @dataclass
@@ -95,15 +100,7 @@ def replay(run: Run, candidate: Candidate, recording: Recording) -> Cost:
         flops = recording.dense
         if session is not None:
             flops = dataclasses.replace(session.summary(), steps=steps).flops.scaled(1 / len(steps))
-    dense_flops = recording.dense
-    return Cost(
-        gflops=flops.true / 1e9,
-        gflops_paper=flops.paper / 1e9,
-        share=flops.true / dense_flops.true,
-        share_paper=flops.paper / dense_flops.paper,
-        one_step_mse=sum(errors) / len(errors),
-        one_step_cosine=sum(cosines) / len(cosines),
-    )
+    return Cost.of(flops, recording.dense, sum(errors) / len(errors), sum(cosines) / len(cosines))
 
 
 @dataclass(frozen=True)
@@ -186,9 +183,7 @@ class Prices:
     def _whole(self, name: str) -> Cost:
         """Of a candidate whose steps are not dense's: what its run spends, shared out over dense's steps."""
         calls = len(self.recording.calls) / len(self.indices)
-        flops, dense = self.spent(name).flops.scaled(1 / calls), self.recording.dense
-        share, share_paper = flops.true / dense.true, flops.paper / dense.paper
-        return Cost(flops.true / 1e9, flops.paper / 1e9, share, share_paper, None, None)
+        return Cost.of(self.spent(name).flops.scaled(1 / calls), self.recording.dense)
 
     def spent(self, name: str) -> Spent:
         """What one call of the pipeline takes, measured once."""

@@ -17,7 +17,7 @@ from shiva.core.options import REFUSALS
 from shiva.evaluate import tables
 from shiva.evaluate.candidates import DENSE, Candidate, slug
 from shiva.evaluate.checkout import reproduce
-from shiva.evaluate.costs import Prices, read_cache, write_cache
+from shiva.evaluate.costs import Prices, cached
 from shiva.evaluate.evaluation import Comparison, Evaluation
 from shiva.evaluate.images import Run
 from shiva.evaluate.rivals import CacheName
@@ -36,10 +36,7 @@ def matched(prices: Prices, name: str, target: float) -> Candidate:
     method = type(config).__name__
     path = prices.run.folder / "scores" / slug(name) / f"matched-{round(1000 * target)}.json"
     key = f"{prices.run.key(name)} {target}"
-    found = read_cache(path, key)
-    if found is None:
-        found = nearest_options(config, candidate, prices, target)
-        write_cache(path, key, found)
+    found = cached(path, key, lambda: nearest_options(config, candidate, prices, target))
     if abs(found["share"] - target) <= TOLERANCE:
         return with_options(candidate, found["options"])
     if "flops" in config.either or config.turned(0.5) is not None:

@@ -86,7 +86,19 @@ def resized(images: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 @dataclass
-class Subject:
+class Memo:
+    """What several metrics read, such as features or networks; each made when the first asks for it."""
+
+    memo: dict[Any, Any] = field(default_factory=dict, kw_only=True)
+
+    def once(self, key: Any, make: Callable[[], T]) -> T:
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
+
+
+@dataclass
+class Subject(Memo):
     """What is measured: images, and what they can be held against."""
 
     images: Pictures
@@ -98,26 +110,14 @@ class Subject:
     """The dense model's images of the same prompts and noise."""
     reference: Pictures | None = None
     """Real images of the same prompts."""
-    memo: dict[Any, Any] = field(default_factory=dict)
-    """What several metrics read, such as features."""
-
-    def once(self, key: Any, make: Callable[[], T]) -> T:
-        if key not in self.memo:
-            self.memo[key] = make()
-        return self.memo[key]
 
     def has(self, needs: Needs) -> bool:
-        return {
-            "images": True,
-            "dense": self.dense is not None,
-            "prompts": bool(self.prompts),
-            "reference": self.reference is not None,
-        }[needs]
+        return bool(getattr(self, needs))
 
 
 @dataclass
-class Tools:
-    """Where networks and weights come from; each loads once, when the first metric asks for it."""
+class Tools(Memo):
+    """Where networks and weights come from."""
 
     pipe: Callable[[], Any] | None = None
     """The evaluated pipeline: its text encoder reads prompts for the text-image score."""
@@ -130,12 +130,6 @@ class Tools:
     reward: str = "ImageReward-v1.0"
     """Name or path of ImageReward's weights."""
     device: str = "cpu"
-    memo: dict[Any, Any] = field(default_factory=dict)
-
-    def once(self, key: Any, make: Callable[[], T]) -> T:
-        if key not in self.memo:
-            self.memo[key] = make()
-        return self.memo[key]
 
 
 Function = Callable[[Subject, Tools], Any]
