@@ -162,9 +162,6 @@ class Attached:
         self.turns += 1
         return lambda: self.transformer(**call)
 
-    def compile(self) -> None:
-        self.session.compile()
-
     def price(self) -> Flops:
         """FLOPs of the latest turn by the session's own prices, without the method's own products."""
         assert self.session.ctx is not None

@@ -53,21 +53,15 @@ def paired(images: Pictures, others: Pictures | None, compare: Callable[[Tensor,
     return torch.cat([compare(a, b) for a, b in images.beside(others)])
 
 
-@metric("psnr", "PSNR to dense", unit="dB", needs="dense", higher=True)
-def psnr_to_dense(subject: Subject, tools: Tools) -> Tensor:
-    return paired(subject.images, subject.dense, lambda a, b: psnr(a, b).clamp(max=IDENTICAL))
+def to_dense(name: str, title: str, compare: Callable[[Tensor, Tensor], Tensor], higher: bool, unit: str = "") -> None:
+    """Register a comparison with the dense model's images of the same prompts and noise."""
+
+    @metric(name, f"{title} to dense", unit=unit, needs="dense", higher=higher)
+    def measure(subject: Subject, tools: Tools) -> Tensor:
+        return paired(subject.images, subject.dense, compare)
 
 
-@metric("ssim", "SSIM to dense", needs="dense", higher=True)
-def ssim_to_dense(subject: Subject, tools: Tools) -> Tensor:
-    return paired(subject.images, subject.dense, ssim)
-
-
-@metric("mse", "MSE to dense", needs="dense", higher=False)
-def mse_to_dense(subject: Subject, tools: Tools) -> Tensor:
-    return paired(subject.images, subject.dense, mse)
-
-
-@metric("cosine", "cosine to dense", needs="dense", higher=True)
-def cosine_to_dense(subject: Subject, tools: Tools) -> Tensor:
-    return paired(subject.images, subject.dense, cosine)
+to_dense("psnr", "PSNR", lambda a, b: psnr(a, b).clamp(max=IDENTICAL), higher=True, unit="dB")
+to_dense("ssim", "SSIM", ssim, higher=True)
+to_dense("mse", "MSE", mse, higher=False)
+to_dense("cosine", "cosine", cosine, higher=True)
