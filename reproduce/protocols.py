@@ -13,7 +13,7 @@ from shiva.evaluate.evaluation import Comparison, Evaluation
 from shiva.evaluate.images import Run
 from shiva.evaluate.metrics import Metric
 from shiva.evaluate.protocols import Found, Protocol, compared
-from shiva.evaluate.tables import Paired, averaged, comparable, gain, heading, left_out, scores_of, values
+from shiva.evaluate.tables import Paired, averaged, difference, gain, heading, left_out, measured, scores_of, values
 
 FIVE = (0, 1, 2, 3, 4)
 LEADS = ("clip", "text_image")
@@ -61,7 +61,7 @@ def in_pairs(evaluation: Evaluation, protocol: str, title: str, theirs: Table) -
     if not evaluation.workers.main:
         return None
     quality, figures = tables.quality(evaluation, shown, title)
-    pairs, differences = tables.paired(evaluation, shown, f"{title}, paired")
+    pairs, differences = paired(evaluation, shown, f"{title}, paired")
     return Found([quality, pairs, theirs], {"quality": figures, "paired": differences})
 
 
@@ -104,6 +104,27 @@ def heldout(evaluation: Evaluation) -> Found | None:
             table, figures[title] = tables.quality(evaluation, shown, title)
             filled.append(table)
     return Found([*filled, paper.generalization_table()], figures) if evaluation.workers.main else None
+
+
+def comparable(evaluation: Evaluation, run: Run) -> list[Metric]:
+    """Metrics that mean the same for dense and the others: not those that measure distance to dense."""
+    return [metric for metric in measured(evaluation, run) if metric.needs != "dense"]
+
+
+def paired(evaluation: Evaluation, shown: Comparison, title: str) -> tuple[Table, dict[str, Any]]:
+    """Per-prompt differences to the first candidate; metrics of a whole set as a plain difference."""
+    reference, *others = shown.names
+    scores = scores_of(evaluation, shown)
+    metrics = comparable(evaluation, shown.run)
+    rows: list[tuple[str, ...]] = []
+    found: dict[str, Any] = {}
+    for name in others:
+        pairs = {metric: difference(metric, scores[name], scores[reference]) for metric in metrics}
+        found[name] = {metric.name: pair.to_dict() for metric, pair in pairs.items()}
+        rows.append((name, *(f"{p} ({p.wins:.0%})" if m.each else f"{p.mean:+.3g}" for m, p in pairs.items())))
+    caption = f"mean ± standard error over {len(shown.run.prompts)} prompts{averaged(shown)} "
+    caption += "(share of prompts that are better; ties count half)" + left_out(evaluation, shown)
+    return Table(title, (f"minus {reference}", *map(heading, metrics)), rows, caption), found
 
 
 def by_category(evaluation: Evaluation, shown: Comparison, name: str) -> tuple[Table, dict[str, Any]]:

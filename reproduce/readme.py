@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from shiva.checkpoint import write_atomically
-from shiva.show.digest import texts_of
 from shiva.show.documents import tables_of
+from shiva.show.report import texts_of
 
 ROOT = Path(__file__).parents[1]
 README, RESULTS = ROOT / "README.md", ROOT / "results" / "eval"

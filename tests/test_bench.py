@@ -28,6 +28,7 @@ from reproduce.bench.compose import (
     measure_compose,
     mixes_without,
 )
+from reproduce.bench.pages import fill_tables
 from reproduce.bench.presets import baseline_entries
 from reproduce.bench.roofline import DEVICES, Kernel, kernels_of, predict
 from reproduce.bench.scale import growth_table, measure_growth, measure_path, path_table
@@ -44,10 +45,9 @@ from shiva.bench.entries import (
     sweep_entry,
     typical_row,
 )
-from shiva.bench.flops import flops_table, measure_flops
 from shiva.bench.shapes import Shape, shape
-from shiva.bench.step import measure_step, step_table
-from shiva.bench.table import Table, fill_tables, publish
+from shiva.bench.step import flops_table, measure_flops, measure_step, step_table
+from shiva.bench.table import Table, publish
 from shiva.cli import app
 from shiva.compiled import GraphRunner, use_graphs
 from shiva.show.figures import draw_step

@@ -30,16 +30,14 @@ from shiva.cli.generate import choose, generate
 from shiva.cli.terminal import numbers
 from shiva.evaluate.candidates import Candidate, Candidates, read_candidates
 from shiva.evaluate.costs import Prices, record, replay
-from shiva.evaluate.drawing import noise_seed
+from shiva.evaluate.drawing import Workers, noise_seed
 from shiva.evaluate.evaluation import Evaluation
 from shiva.evaluate.images import Settings
-from shiva.evaluate.match import TOLERANCE, matched
 from shiva.evaluate.metrics import METRICS, Tools, chosen
 from shiva.evaluate.prompts import Prompt, PromptSet
-from shiva.evaluate.protocols import Found
+from shiva.evaluate.protocols import TOLERANCE, Found, matched
 from shiva.evaluate.tables import Paired, rank_word
-from shiva.evaluate.workers import Workers
-from shiva.show.frontier import draw_floor
+from shiva.show.style import draw_floor
 
 REPOSITORY = Path(__file__).parents[1]
 PROMPTS = PromptSet("three", tuple(Prompt(text, group) for text, group in (("a", "x"), ("b", "x"), ("c", "y"))))
@@ -229,7 +227,7 @@ def test_the_folder_keeps_every_environment_that_made_images(
 
 
 def test_a_method_against_itself_differs_by_exactly_nothing(tmp_path: Path, pipe: Prompted) -> None:
-    from shiva.evaluate.metrics.base import metric
+    from shiva.evaluate.metrics import metric
 
     @metric("brightness", "brightness", needs="images", higher=True)
     def brightness(subject: Any, tools: Tools) -> torch.Tensor:

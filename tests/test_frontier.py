@@ -16,12 +16,12 @@ from shiva.cli import app
 from shiva.evaluate import frontier
 from shiva.evaluate.candidates import DENSE, Candidate
 from shiva.evaluate.costs import Weighed, latency, spend
+from shiva.evaluate.drawing import Workers
 from shiva.evaluate.frontier import Point, advice, front, kind_of, make_grid
 from shiva.evaluate.images import Run, Settings
 from shiva.evaluate.prompts import Prompt, PromptSet
 from shiva.evaluate.protocols import main
 from shiva.evaluate.rivals import magnitude_ratios, multistep
-from shiva.evaluate.workers import Workers
 from test_evaluation import Prompted, make
 
 STEPS = 6

@@ -33,7 +33,7 @@ from shiva.core.method import MethodConfig
 from shiva.core.options import REFUSALS
 from shiva.evaluate.candidates import read_candidates
 from shiva.ops.schedule import RatioSchedule
-from shiva.show.collect import collect
+from shiva.show.report import collect
 from shiva.training.recipe import load_recipe
 from shiva.training.state import State, load_state, save_state
 from test_checkpoint import adapter, varied_method

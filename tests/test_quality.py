@@ -15,8 +15,8 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPTokenize
 
 from reproduce.metrics import networks
 from reproduce.metrics.distances import frechet_distance, kernel_distance
-from shiva.evaluate.metrics import METRICS, ORDER, Pictures, Subject, Tools, chosen, lpips, measure
-from shiva.evaluate.metrics.lpips import ArraysOnly, read_arrays
+from shiva.evaluate.metrics import METRICS, ORDER, Pictures, Subject, Tools, chosen, learned, measure
+from shiva.evaluate.metrics.learned import ArraysOnly, read_arrays
 
 EMOJI = Path(__file__).parents[1] / "models" / "emoji"
 
@@ -254,7 +254,7 @@ def test_image_reward_goes_through_its_own_package(monkeypatch: pytest.MonkeyPat
 def test_missing_weights_are_named_and_the_others_still_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("torchmetrics.image.fid", "ImageReward", "efficientnet_lite_pytorch"):
         monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr(lpips, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    monkeypatch.setattr(learned, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
     metrics = chosen(["fid", "clip", "image_reward", "text_image", "frechet", "lpips", "psnr"], Tools())
     of = subject(dense=Pictures.of(noise(3, 3, 32, 32)), reference=Pictures.of(noise(3, 3, 32, 32)))
     scores, missing = measure(metrics, of, Tools(clip=str(tmp_path)))

@@ -13,7 +13,7 @@ from pipelines import PIPELINES, dit
 from shiva.cli import app
 from shiva.core.layout import Layout
 from shiva.evaluate.drawing import draw, load_with_arguments
-from shiva.fitting.probe import fit_probe
+from shiva.fitting import fit_probe
 from shiva.fitting.table import fit_table
 from shiva.methods.coredit import coherence, covering
 from shiva.methods.jit import lifted

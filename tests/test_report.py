@@ -14,14 +14,14 @@ import torch
 from PIL import Image, ImageChops
 
 from browser import PHONE, TOO_WIDE, UNNAMED, become_a_phone, complaints, open_browser, requested
-from shiva.cli.report import report
+from shiva.cli.short import report
 from shiva.core.trace import Trace
 from shiva.show import figures
-from shiva.show.collect import add
-from shiva.show.eval_page import figure_of
+from shiva.show.demo import chosen_rows, demo_rows
+from shiva.show.documents import figure_of
 from shiva.show.figures import Point, pareto_front
 from shiva.show.page import THUMBNAIL, Page
-from shiva.show.rows import chosen_rows, demo_rows
+from shiva.show.report import add
 from shiva.show.style import encode, family, plot
 
 REPOSITORY = Path(__file__).parent.parent

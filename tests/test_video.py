@@ -10,7 +10,7 @@ import torch
 
 import shiva
 from pipelines_reach import REACH as PIPELINES
-from shiva.bench.reach import REACH
+from reproduce.bench.reach import REACH
 from shiva.core.layout import Layout
 from shiva.methods.scores import Band, Lattice
 from shiva.ops.fill import spatially_nearest

@@ -29,7 +29,7 @@ from recipes.emoji.common import EmojiData, load_data, parquet, save_grid, state
 from recipes.emoji.placeholder import load_without_t5
 from reproduce.metrics.distances import frechet_distance, kernel_distance, retrieval
 from reproduce.metrics.text import SIDE, TextImageScore
-from shiva.evaluate.metrics.base import resized
+from shiva.evaluate.metrics import resized
 
 
 def pick_labels(data: EmojiData, split: str, count: int) -> Tensor:

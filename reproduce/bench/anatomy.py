@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shiva.backbones.base import backbone_of
-from shiva.bench.entries import Attached, Entry, twin
-from shiva.bench.latency import interleave, synchronize
+from shiva.bench.entries import Attached, Entry, interleave, synchronize, twin
 from shiva.bench.shapes import Shape
 from shiva.bench.step import DENSE
 from shiva.bench.table import Table

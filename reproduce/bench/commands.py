@@ -12,6 +12,8 @@ from reproduce.bench import figures
 from reproduce.bench.anatomy import anatomy_table, measure_anatomy
 from reproduce.bench.compiling import compile_table, count_graphs, export_steps, export_table, measure_compile
 from reproduce.bench.compose import attention_cache_refusals, compose_table, measure_compose, mixes_without
+from reproduce.bench.pages import fill_tables
+from reproduce.bench.reach import chosen_reach, measure_reach, reach_table
 from reproduce.bench.roofline import predict, roofline_table
 from reproduce.bench.scale import LENGTHS, growth_table, measure_growth, measure_path, path_table
 from reproduce.bench.selector import LENGTHS as SELECTOR_LENGTHS
@@ -19,7 +21,7 @@ from reproduce.bench.selector import measure_selector, selector_table
 from reproduce.bench.train_cost import measure_train, train_table, trained_methods
 from shiva.bench.entries import Entry, shiva_entry
 from shiva.bench.shapes import shape
-from shiva.bench.table import fill_tables, publish
+from shiva.bench.table import publish
 from shiva.cli.bench import (
     Batch,
     Budgets,
@@ -34,7 +36,7 @@ from shiva.cli.bench import (
     shape_of,
     shiva_entries,
 )
-from shiva.cli.terminal import Output, Record, Threads, folder_of, numbers, progress_line, use_threads
+from shiva.cli.terminal import Output, Record, Threads, folder_of, numbers, progress_line
 from shiva.methods import DyDiT
 
 app = typer.Typer()
@@ -59,7 +61,6 @@ def anatomy(
     """Time of each stage of the pruning path, of attention and of FFN."""
     folder = folder_of(output, record, "bench")
     chosen = shape_of(model, layers, height, width, batch)
-    use_threads(threads)
     with progress_line() as progress:
         results = measure_anatomy(chosen, shiva_entries(budgets, flat), rounds, progress=progress)
     found = {"configurations": [{**asdict(row), "path": row.path} for row in results]}
@@ -80,7 +81,6 @@ def selector(
 ) -> None:
     """Forward, backward and kept memory of the operators that relax top-k."""
     folder = folder_of(output, record, "bench")
-    use_threads(threads)
     with progress_line() as progress:
         results = measure_selector(numbers("--lengths", lengths, int), width, batch, rounds, progress=progress)
     found = {"operators": [asdict(row) for row in results]}
@@ -111,7 +111,6 @@ def compile_(
     folder = folder_of(output, record, "bench")
     chosen = shape_of(model, layers, height, width, batch)
     small = chosen.slice(min(export_layers, sum(chosen.layers)))
-    use_threads(threads)
     with progress_line() as progress:
         exported = {"shiva 0.6": export_steps(small, shiva_entry(0.6), steps, progress=progress)}
         exported["dydit"] = export_steps(small, Entry(DyDiT.preset("paper")), 1, progress=progress)
@@ -147,7 +146,6 @@ def compose(
     """Shiva with INT8, a block-level cache and LoRA; what cannot compose is refused by name."""
     folder = folder_of(output, record, "bench")
     chosen, mixes = shape_of(model, layers, height, width, batch), mixes_without(without.split(","))
-    use_threads(threads)
     with progress_line() as progress:
         results = measure_compose(chosen, mixes, budget=budget, steps=steps, rounds=rounds, progress=progress)
         refusals = attention_cache_refusals(chosen)
@@ -174,7 +172,6 @@ def scale(
     folder = folder_of(output, record, "bench")
     whole = shape("sd3-medium")
     at = shape_of("sd3-medium", None, height, width, None)
-    use_threads(threads)
     with progress_line() as progress:
         path = measure_path(whole, numbers("--lengths", lengths, int), rounds=max(rounds, 3), progress=progress)
         sizes = numbers("--batches", batches, int), numbers("--depths", depths, int)
@@ -189,6 +186,31 @@ def scale(
     tables = [path_table(whole, path), *([growth_table(at, growth)] if growth else [])]
     tables.append(roofline_table(whole, predictions, efficiency))
     publish(name or "scale", folder, tables, found, {"rounds": rounds}, figures.draw_scale)
+
+
+@app.command()
+def reach(
+    models: Annotated[
+        str, typer.Option(help="Names between commas, such as qwen-image,z-image; all ten otherwise")
+    ] = "",
+    layers: Annotated[int, typer.Option(min=2, help="Blocks of each slice")] = 4,
+    budget: Annotated[float, typer.Option(min=0.01, max=1.0, help="Shiva's keep")] = 0.6,
+    tokens: Annotated[
+        int | None, typer.Option(min=16, help="At most so many image tokens: videos lose frames, as memory allows")
+    ] = None,
+    rounds: Rounds = 3,
+    threads: Threads = None,
+    output: Output = None,
+    record: Record = False,
+    name: Name = None,
+) -> None:
+    """Speed-up over what FLOPs allow, on slices of the ten transformers people run most, images and videos."""
+    folder, chosen = folder_of(output, record, "bench"), chosen_reach(models)
+    with progress_line() as progress:
+        rows = measure_reach(chosen, budget, layers, tokens, rounds, progress)
+    settings = {"layers": layers, "budget": budget, "tokens": tokens, "rounds": rounds}
+    found = {"models": [row.to_dict() for row in rows]}
+    publish(name or "reach", folder, [reach_table(rows, budget, layers)], found, settings)
 
 
 @app.command()
@@ -222,7 +244,6 @@ def train(
             f"model={model!r} must be sd3-medium or emoji: the trained baselines are measured on SD3's class"
         )
     chosen = shape_of(model, layers, height, width, batch)
-    use_threads(threads)
     with progress_line() as progress:
         results, skipped = measure_train(chosen, trained_methods(), rounds, checkpointing, progress)
     found = {"methods": [asdict(row) for row in results], "skipped": skipped}

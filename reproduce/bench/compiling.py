@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from reproduce.bench.pages import seconds
 from shiva.api import attach
-from shiva.bench.entries import Attached, Entry, learned_shape, new_run, twin
-from shiva.bench.latency import Timing, interleave
+from shiva.bench.entries import Attached, Entry, Timing, interleave, learned_shape, new_run, twin
 from shiva.bench.shapes import Shape
 from shiva.bench.step import DENSE
-from shiva.bench.table import Table, seconds
+from shiva.bench.table import Table
 from shiva.methods import ShivaMethod
 from shiva.ops.schedule import RatioSchedule
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from reproduce.bench.pages import seconds
 from shiva.api import attach
 from shiva.backbones.base import backbone_of
-from shiva.bench.entries import Entry, shiva_entry, twin
-from shiva.bench.latency import Timing, timed
+from shiva.bench.entries import Entry, Timing, shiva_entry, timed, twin
 from shiva.bench.shapes import Shape
-from shiva.bench.table import Table, seconds
+from shiva.bench.table import Table
 from shiva.core.needs import need
 from shiva.core.options import unknown_key
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from reproduce.bench.pages import seconds
 from reproduce.bench.selector import available_bytes
 from shiva.backbones.base import backbone_of
-from shiva.bench.entries import shiva_entry
-from shiva.bench.latency import Timing, timed
+from shiva.bench.entries import Timing, shiva_entry, timed
 from shiva.bench.shapes import Shape
 from shiva.bench.step import StepResult, measure_step
-from shiva.bench.table import Table, seconds
+from shiva.bench.table import Table
 from shiva.core.context import Clock, StepContext
 from shiva.core.layout import Layout
 from shiva.core.reduction import Reduction, Streams

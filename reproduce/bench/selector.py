@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shiva.bench.latency import Timing, timed
-from shiva.bench.table import Table, seconds
+from reproduce.bench.pages import seconds
+from shiva.bench.entries import Timing, timed
+from shiva.bench.table import Table
 from shiva.core.reduction import flat_rows, gather
 from shiva.ops.lapsum import lapsum_topk
 from shiva.ops.neuralsort import neuralsort_topk, relaxed_permutation

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from reproduce.bench.pages import seconds
 from shiva.adapter import adapted_layers
 from shiva.api import attach
-from shiva.bench.entries import twin
-from shiva.bench.latency import interleave
+from shiva.bench.entries import interleave, twin
 from shiva.bench.shapes import Shape
-from shiva.bench.table import Table, seconds
+from shiva.bench.table import Table
 from shiva.core.context import Exploration
 from shiva.core.method import MethodConfig
 from shiva.core.trainable import Trainable
 from shiva.methods import DiffCR, DyDiT, NeuralSort, Shiva, SparseDiT
 from shiva.training.adapter import adapter_config, adapter_parameters, add_adapter
 from shiva.training.call import begin_batch
-from shiva.training.families.sd3 import SD3Family
+from shiva.training.family import SD3Family
 from shiva.training.noise import FlowMatching, MicroBatch
 from shiva.training.objectives import Objectives
 from shiva.training.recipe import WEIGHTS

@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 from reproduce.claims import ON_THE_MODEL
-from shiva.bench.environment import environment
+from shiva.bench.table import environment
 from shiva.checkpoint import write_atomically
 from shiva.show.style import PALETTE, legend_beside
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 import shiva
 from reproduce.claims.common import ROOT, progress
-from shiva.bench.environment import environment
+from shiva.bench.table import environment
 from shiva.checkpoint import write_atomically
 from shiva.core.context import StepContext
 from shiva.core.method import BackboneSpec, Method, Place, Run

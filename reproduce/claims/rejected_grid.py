@@ -24,8 +24,7 @@ from shiva.checkpoint import write_atomically
 from shiva.core.method import MethodConfig
 from shiva.evaluate.candidates import Candidate, fingerprint
 from shiva.evaluate.drawing import Outcome, generate
-from shiva.evaluate.metrics import METRICS, Pictures, Subject, Tools, measure
-from shiva.evaluate.metrics.base import decode
+from shiva.evaluate.metrics import METRICS, Pictures, Subject, Tools, decode, measure
 from shiva.evaluate.prompts import PromptSet
 from shiva.evaluate.rivals import magnitude_ratios
 

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 import shiva
 from reproduce.claims.common import ROOT, progress
-from shiva.bench.environment import environment
+from shiva.bench.table import environment
 from shiva.checkpoint import write_atomically
 from shiva.core import BackboneSpec, Place, StepContext
 from shiva.core.method import Method, Run

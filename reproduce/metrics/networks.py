@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from reproduce.metrics.distances import frechet_distance, kernel_distance
-from shiva.evaluate.metrics.base import MissingWeights, Pictures, Subject, Tools, metric
+from shiva.evaluate.metrics import MissingWeights, Pictures, Subject, Tools, metric
 
 STAGE_ENDS = (0, 2, 4, 10, 15)
 """EfficientNet-Lite0's last block at each of its five resolutions."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from reproduce.metrics.distances import ranks_of
-from shiva.evaluate.metrics.base import MissingWeights, Subject, Tools, metric, resized
+from shiva.evaluate.metrics import MissingWeights, Subject, Tools, metric, resized
 
 WEIGHTS = "the pipeline's `score` folder (a ResNetForImageClassification) and its first text encoder"
 

@@ -25,8 +25,6 @@ class Shape:
     config: Mapping[str, Any]
     layers: tuple[int, ...]
     """Blocks of each kind; a slice keeps the width and has fewer."""
-    whole: tuple[int, ...]
-    """Blocks of the model itself."""
     batch: int
     """As its pipeline runs it: 2 under batched guidance."""
     text: int
@@ -37,6 +35,7 @@ class Shape:
     """Pixels on a side of an image token."""
     latent: int = 8
     """Pixels on a side of a latent."""
+    sliced: bool = False
 
     def slice(self, layers: int) -> Shape:
         """The same model with about `layers` blocks in all, its kinds in proportion."""
@@ -44,11 +43,7 @@ class Shape:
             raise ValueError(f"layers={layers} must be {len(self.layers)} to {sum(self.layers)} for {self.name}")
         shares = [max(1, round(layers * n / sum(self.layers))) for n in self.layers]
         shares[-1] = layers - sum(shares[:-1])
-        return replace(self, layers=tuple(shares))
-
-    @property
-    def sliced(self) -> bool:
-        return self.layers != self.whole
+        return replace(self, layers=tuple(shares), sliced=self.sliced or tuple(shares) != self.layers)
 
     @property
     def cfg(self) -> str:
@@ -155,12 +150,12 @@ EMOJI: dict[str, Any] = {
 }
 EMOJI |= {"attention_head_dim": 32, "joint_attention_dim": 256, "caption_projection_dim": 128}
 EMOJI |= {"pooled_projection_dim": 256, "pos_embed_max_size": 16, "qk_norm": "rms_norm"}
-SIDE = {"height": 64, "width": 64, "token": 4, "latent": 4}
+SIDE: Any = {"height": 64, "width": 64, "token": 4, "latent": 4}
 SHAPES = {
-    "sd3-medium": Shape("sd3-medium", "SD3Transformer2DModel", SD3, (24,), (24,), 2, 333),
-    "flux-dev": Shape("flux-dev", "FluxTransformer2DModel", FLUX, (19, 38), (19, 38), 1, 512),
-    "pixart-sigma": Shape("pixart-sigma", "PixArtTransformer2DModel", PIXART, (28,), (28,), 2, 300),
-    "emoji": Shape("emoji", "SD3Transformer2DModel", EMOJI, (8,), (8,), 2, 16, **SIDE),
+    "sd3-medium": Shape("sd3-medium", "SD3Transformer2DModel", SD3, (24,), 2, 333),
+    "flux-dev": Shape("flux-dev", "FluxTransformer2DModel", FLUX, (19, 38), 1, 512),
+    "pixart-sigma": Shape("pixart-sigma", "PixArtTransformer2DModel", PIXART, (28,), 2, 300),
+    "emoji": Shape("emoji", "SD3Transformer2DModel", EMOJI, (8,), 2, 16, **SIDE),
 }
 
 
@@ -186,4 +181,4 @@ def shape_of_folder(folder: Path) -> Shape:
     token = latent * (2 if "Flux" in cls else config["patch_size"])  # Flux's pipeline packs 2 x 2 latents in a token
     side = config.get("sample_size", 128) * latent
     batch = 1 if "Flux" in cls else 2
-    return Shape(folder.name, cls, config, layers, layers, batch, TEXT.get(cls, 0), side, side, token, latent)
+    return Shape(folder.name, cls, config, layers, batch, TEXT.get(cls, 0), side, side, token, latent)

@@ -1,22 +1,59 @@
-"""A result as a table: on the screen, in a JSON file, and from there in the documentation."""
+"""A result as a table: on the screen, in a JSON file with what it was measured on, and from there in the docs."""
 
 from __future__ import annotations
 
 import json
-import re
+import os
+import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import date
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from shiva.bench.environment import environment
 from shiva.checkpoint import write_atomically
 from shiva.core.needs import install
+
+PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "torchao", "shiva-dit")
+
+
+def cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def environment() -> dict[str, Any]:
+    """Device, threads and versions of this process."""
+    cuda = torch.cuda.is_available()
+    return {
+        "date": date.today().isoformat(),
+        "python": platform.python_version(),
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "malloc": os.environ.get("GLIBC_TUNABLES"),
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "packages": {name: found for name in PACKAGES if (found := version(name))},
+    }
+
 
 WIDE = 180
 """Columns of a table that is written to a file or a pipe."""
@@ -46,23 +83,9 @@ class Table:
         return table
 
     def markdown(self) -> str:
-        lines = [f"**{self.title}**", "", _line(self.columns), _line(["---", *["---:"] * (len(self.columns) - 1)])]
-        lines += [_line(row) for row in self.rows]
-        return "\n".join([*lines, "", self.caption] if self.caption else lines)
-
-
-def _line(cells: Any) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def seconds(value: float) -> str:
-    """A time with three digits, in the unit that suits it."""
-    if value != value:
-        return ""
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if value * factor >= 1:
-            return f"{value * factor:.3g} {unit}"
-    return f"{value * 1e6:.3g} µs"
+        columns = ["---", *["---:"] * (len(self.columns) - 1)]
+        lines = ["| " + " | ".join(cells) + " |" for cells in (self.columns, columns, *self.rows)]
+        return "\n".join([f"**{self.title}**", "", *lines, *(["", self.caption] if self.caption else [])])
 
 
 def publish(
@@ -94,24 +117,3 @@ def publish(
         console.print(f"no figure: it needs matplotlib, {install('report')}", markup=False)
     console.print(f"written: {path}")
     return path
-
-
-PLACE = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
-
-
-def fill_tables(page: Path, folder: Path) -> list[str]:
-    """Write the tables of every measured benchmark into a page's `<!-- bench:name -->` places; their names."""
-    filled = []
-
-    def fill(place: re.Match[str]) -> str:
-        source = folder / f"{place['name']}.json"
-        if not source.is_file():
-            return place[0]
-        document = json.loads(source.read_text())
-        filled.append(place["name"])
-        tables = [Table(**{**table, "columns": tuple(table["columns"])}) for table in document["tables"]]
-        return place[1] + "\n" + "\n\n".join(table.markdown() for table in tables) + "\n" + place[3]
-
-    text = PLACE.sub(fill, page.read_text())
-    write_atomically(page, text.encode())
-    return filled

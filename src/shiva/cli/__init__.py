@@ -1,4 +1,4 @@
-"""The command line: one file a command, each of which imports what it needs when it runs."""
+"""The command line: a file a command, the short ones in one; each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,12 @@ import typer
 
 from shiva import __version__
 from shiva.cli.bench import bench
-from shiva.cli.demo import demo
 from shiva.cli.eval import evaluate
 from shiva.cli.fit import fit
 from shiva.cli.frontier import frontier
 from shiva.cli.generate import generate
-from shiva.cli.models import models
-from shiva.cli.report import report
-from shiva.cli.serve import serve
+from shiva.cli.short import demo, models, report, serve, train, validate
 from shiva.cli.terminal import explain
-from shiva.cli.validate import validate
-from shiva.training.command import train
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for command in (demo, generate, frontier, fit, models, train, validate, report, serve):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shiva.cli.terminal import Output, Record, Threads, folder_of, numbers, progress_line, use_threads
+from shiva.cli.terminal import Output, Record, Threads, folder_of, numbers, progress_line
 from shiva.evaluate.checkout import reproduce
 
 if TYPE_CHECKING:
@@ -39,9 +39,7 @@ class Commands(TyperGroup):
 
 
 bench = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    help="Measure speed, dense and reduced in turns, as ratios within one run.",
+    cls=Commands, no_args_is_help=True, help="Measure speed, dense and reduced in turns, as ratios within one run."
 )
 
 
@@ -105,7 +103,6 @@ def step(
         entries |= papers.baseline_entries(sum(chosen.layers))
     elif baselines:
         entries |= {name: Entry(config) for name, config in official_presets().items()}
-    use_threads(threads)
     with progress_line() as progress:
         quoted = {} if papers is None else papers.speedups(chosen)
         results, skipped = measure_step(chosen, entries, rounds, compiled=compiled, paper=quoted, progress=progress)
@@ -127,8 +124,8 @@ def flops(
     from dataclasses import asdict
 
     from shiva.bench.entries import official_presets
-    from shiva.bench.flops import flops_table, measure_flops
     from shiva.bench.shapes import shape
+    from shiva.bench.step import flops_table, measure_flops
     from shiva.bench.table import publish
     from shiva.methods import Dense
     from shiva.show.figures import draw_flops
@@ -140,32 +137,3 @@ def flops(
         results = measure_flops(chosen, presets, steps, None if papers is None else papers.TFLOPS, progress)
     found = {"methods": [asdict(row) for row in results]}
     publish(name or "flops", folder, [flops_table(chosen, results, steps)], found, {"steps": steps}, draw_flops)
-
-
-@bench.command()
-def reach(
-    models: Annotated[
-        str, typer.Option(help="Names between commas, such as qwen-image,z-image; all ten otherwise")
-    ] = "",
-    layers: Annotated[int, typer.Option(min=2, help="Blocks of each slice")] = 4,
-    budget: Annotated[float, typer.Option(min=0.01, max=1.0, help="Shiva's keep")] = 0.6,
-    tokens: Annotated[
-        int | None, typer.Option(min=16, help="At most so many image tokens: videos lose frames, as memory allows")
-    ] = None,
-    rounds: Rounds = 3,
-    threads: Threads = None,
-    output: Output = None,
-    record: Record = False,
-    name: Name = None,
-) -> None:
-    """Speed-up over what FLOPs allow, on slices of the ten transformers people run most, images and videos."""
-    from shiva.bench.reach import chosen_reach, measure_reach, reach_table
-    from shiva.bench.table import publish
-
-    folder, chosen = folder_of(output, record, "bench"), chosen_reach(models)
-    use_threads(threads)
-    with progress_line() as progress:
-        rows = measure_reach(chosen, budget, layers, tokens, rounds, progress)
-    settings = {"layers": layers, "budget": budget, "tokens": tokens, "rounds": rounds}
-    found = {"models": [row.to_dict() for row in rows]}
-    publish(name or "reach", folder, [reach_table(rows, budget, layers)], found, settings)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shiva.cli.terminal import Device, Dtype, Output, Record, Threads, folder_of, numbers, progress_line, use_threads
+from shiva.cli.terminal import Device, Dtype, Height, Output, Record, Threads, Width, folder_of, numbers, progress_line
 
 if TYPE_CHECKING:
     from shiva.evaluate.evaluation import Evaluation
@@ -26,8 +26,8 @@ def evaluate(
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas")] = "0",
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps")] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale")] = None,
-    height: Annotated[int | None, typer.Option(min=1, help="Image height in pixels; else the model's own")] = None,
-    width: Annotated[int | None, typer.Option(min=1, help="Image width in pixels")] = None,
+    height: Height = None,
+    width: Width = None,
     batch: Annotated[int, typer.Option(min=1, help="Prompts a call; some methods share choices over a batch")] = 1,
     held_out: Annotated[Path | None, typer.Option(help="Prompts that were not trained on")] = None,
     metrics: Annotated[str | None, typer.Option(help="Metrics by name, separated by commas")] = None,
@@ -50,19 +50,15 @@ def evaluate(
 
     Images that are in the output folder already are not made again, so a run that was killed goes on where it was.
     """
-    import functools
-
     from rich.console import Console
 
-    from shiva.evaluate.candidates import fingerprint, read_candidates
+    from shiva.evaluate.candidates import read_candidates
     from shiva.evaluate.checkout import reproduce
-    from shiva.evaluate.drawing import check_device, hints, load_pipeline, quiet
-    from shiva.evaluate.evaluation import Evaluation
-    from shiva.evaluate.images import Settings
-    from shiva.evaluate.metrics import Tools, chosen
+    from shiva.evaluate.drawing import quiet
+    from shiva.evaluate.evaluation import Evaluation, prepare
+    from shiva.evaluate.metrics import chosen
     from shiva.evaluate.prompts import held_out_prompts, read_prompts
     from shiva.evaluate.protocols import protocols
-    from shiva.evaluate.workers import Workers
 
     name = Path(model).name if limit is None else f"{Path(model).name}-{limit}"
     folder, candidates = folder_of(output, record, f"eval/{name}"), read_candidates(methods)
@@ -71,45 +67,23 @@ def evaluate(
     source = prompts or (Path(candidates.prompts) if candidates.prompts else None)
     if source is None:
         raise ValueError(f"{methods} names no prompts; pass --prompts FILE")
-    use_threads(threads)
     quiet()
-    workers = Workers(check_device(device))
-    without, arguments = hints(model)
-    without, arguments = tuple(candidates.without) or without, {**arguments, **candidates.arguments}
-    pipe = functools.cache(lambda: load_pipeline(model, dtype, without).to(workers.device))
-    tools = Tools(
-        pipe=pipe,
-        score=Path(model) / "score",
-        clip=clip,
-        inception=None if inception is None else str(inception),
-        reward=reward,
-        device=workers.device,
-    )
-    settings = Settings(
-        model=model,
-        weights=fingerprint(Path(model)),
-        steps=candidates.steps if steps is None else steps,
-        guidance=candidates.guidance if guidance is None else guidance,
-        height=height,
-        width=width,
-        batch=batch,
-        dtype=dtype,
-        without=without,
-        arguments=arguments,
-    )
+    weights = {"clip": clip, "inception": None if inception is None else str(inception), "reward": reward}
+    steps = candidates.steps if steps is None else steps
+    guidance = candidates.guidance if guidance is None else guidance
+    run = {"steps": steps, "guidance": guidance, "height": height, "width": width, "batch": batch}
+    shared = prepare(model, device, dtype, candidates, weights, **run)
+    workers, tools = shared["workers"], shared["tools"]
     paper = reproduce("paper")
     console = Console(width=None if Console().is_terminal else 200)
     with progress_line(workers.main) as progress:
         evaluation = Evaluation(
+            **shared,
             candidates=candidates,
             folder=folder,
-            settings=settings,
             prompts=read_prompts(source, split or candidates.split).limited(limit),
             held_out=held_out_prompts(source, held_out, limit),
             metrics=chosen(None if metrics is None else metrics.split(","), tools),
-            tools=tools,
-            workers=workers,
-            pipe=pipe,
             seeds=chosen_seeds,
             rounds=rounds,
             probes=probes,
@@ -145,7 +119,7 @@ def perform(evaluation: Evaluation, name: str, protocol: Protocol, console: Any,
 
     from shiva.bench.table import publish
     from shiva.evaluate.images import OtherImages
-    from shiva.show.frontier import draw_floor
+    from shiva.show.style import draw_floor
 
     try:
         found = protocol(evaluation)

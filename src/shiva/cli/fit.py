@@ -7,12 +7,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shiva.cli.terminal import Device, Dtype, Threads, check_folder, numbers, progress_line, settings_from, use_threads
+from shiva.cli.terminal import (
+    Device,
+    Dtype,
+    Height,
+    Threads,
+    Width,
+    check_folder,
+    numbers,
+    progress_line,
+    settings_from,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shiva.fitting import Fitted
+    from shiva.fitting import Fit, Fitted
 
 
 def fit(
@@ -24,15 +34,14 @@ def fit(
     limit: Annotated[int, typer.Option(min=2, help="Prompts taken of a file, evenly spaced over it")] = 48,
     steps: Annotated[str, typer.Option(help="Steps of the runs, as the model will be used; several as 4,8")] = "4",
     guidance: Annotated[float, typer.Option(help="Guidance scale, as the model will be used")] = 4.5,
-    height: Annotated[int | None, typer.Option(min=1, help="Image height in pixels; else the model's own")] = None,
-    width: Annotated[int | None, typer.Option(min=1, help="Image width in pixels; else the model's own")] = None,
+    height: Height = None,
+    width: Width = None,
     rank: Annotated[int, typer.Option(min=1, help="Rank of each layer's map; 16 to 64 do alike")] = 32,
     degree: Annotated[int, typer.Option(min=0, max=3, help="Highest power of the noise level that it knows")] = 1,
     stride: Annotated[int, typer.Option(min=1, help="Take every so manieth token; for large images")] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Prompts a call")] = 4,
     probe: Annotated[
-        bool,
-        typer.Option("--probe", help="Fit the probe of Refresh instead, for runs of many steps"),
+        bool, typer.Option("--probe", help="Fit the probe of Refresh instead, for runs of many steps")
     ] = False,
     table: Annotated[
         str | None, typer.Option(help="Learn how many tokens each step runs instead: of Refresh or DiffSparse")
@@ -62,15 +71,14 @@ def fit(
 
     from rich.console import Console
 
-    from shiva.bench.environment import environment
-    from shiva.checkpoint import to_json, write_atomically
     from shiva.evaluate import drawing
     from shiva.evaluate.candidates import method_named
     from shiva.fitting import fit as fit_pipeline
+    from shiva.fitting import fit_probe
+    from shiva.fitting.table import fit_table
 
     drawing.check_device(device)
     check_folder(output)
-    use_threads(threads)
     drawing.quiet()
     pipe, arguments = drawing.load_with_arguments(model, dtype, device)
     asked = {"height": height, "width": width}
@@ -79,29 +87,39 @@ def fit(
     runs = numbers("--steps", steps, int)
     if not runs or min(runs) < 1:
         raise ValueError(f"--steps {steps} names no run; pass such as 4, or 4,8")
+    settings: dict[str, Any] = {"model": model, "prompts": texts}
+    how: dict[str, Any] = {"steps": runs, "guidance": guidance, "seed": seed}
     if table is not None:
         parts = (*numbers("--cells", cells, int), 1)[:2]
         config = method_named(table)().changed(settings_from(override))
-        one = {"steps": runs[0], "guidance": guidance, "seed": seed, "budget": budget, "arguments": arguments}
-        write_table(pipe, model, texts, output, config, {**one, "step_cells": parts[0], "layer_cells": parts[1]})
+        how |= {"steps": runs[0], "budget": budget, "arguments": arguments}
+        how |= {"step_cells": parts[0], "layer_cells": parts[1]}
+        with progress_line() as progress:
+            tabled = fit_table(pipe, config, texts, progress=progress, **how)
+        ratios = tabled.ratios.tolist()
+        write_fit(tabled, output, settings | how, ratios=ratios, flat=tabled.flat, learned=tabled.learned)
+        for row in ratios:
+            typer.echo("  ".join(f"{ratio:.2f}" for ratio in row))
+        told = f"squared error of final latents on held-out prompts: {tabled.learned:.4g}, flat {tabled.flat:.4g}"
+        typer.echo(f"{told}; {tabled.seconds:.0f} s\n{output}: shiva.attach(pipe, {str(output)!r})")
         return
+    how |= {"batch": batch}
     if probe:
-        shared: dict[str, Any] = {"steps": runs, "guidance": guidance, "seed": seed, "batch": batch}
-        write_probe(pipe, model, texts, output, {**shared, "arguments": arguments})
+        how |= {"arguments": arguments}
+        with progress_line() as progress:
+            probed = fit_probe(pipe, texts, progress=progress, **how)
+        found = {"explained": probed.explained, "alone": probed.alone, "samples": probed.samples}
+        write_fit(probed, output, settings | how, **found)
+        told = f"R² {probed.explained:.3f} of log distances on held-out prompts, {probed.alone:.3f} by the first "
+        typer.echo(f"{told}block's change alone; {probed.samples} waits in {probed.seconds:.0f} s")
+        typer.echo(f"{output}: shiva.attach(pipe, {str(output)!r}, budget=0.5)")
         return
-    how: dict[str, Any] = {"steps": runs, "guidance": guidance, "rank": rank, "degree": degree}
-    how |= {"stride": stride, "seed": seed, "batch": batch, "layers_at_once": layers_at_once}
+    how |= {"rank": rank, "degree": degree, "stride": stride, "layers_at_once": layers_at_once}
     with progress_line() as progress:
         fitted = fit_pipeline(pipe, texts, progress=progress, arguments=arguments, **how)
-    fitted.checkpoint(model).save_pretrained(output)
-    report = {
-        "environment": environment(),
-        "settings": {"model": model, "prompts": texts, **how, **asked, "dtype": dtype},
-        "r_squared": [dataclasses.asdict(row) for row in fitted.layers],
-        "tokens": fitted.tokens,
-        "seconds": round(fitted.seconds, 1),
-    }
-    write_atomically(output / "fit.json", to_json(report))
+    explained = [dataclasses.asdict(row) for row in fitted.layers]
+    settings |= {**how, **asked, "dtype": dtype}
+    write_fit(fitted, output, settings, r_squared=explained, tokens=fitted.tokens)
     console = Console()
     console.print(table_of(fitted, rank))
     console.print(f"{output}: shiva.attach(pipe, {str(output)!r}, budget=0.4)", markup=False, soft_wrap=True)
@@ -111,39 +129,14 @@ def fit(
         typer.secho(f"warning: little of layers {listed} is explained on held-out prompts; {advice}", err=True)
 
 
-def write_probe(pipe: Any, model: str, texts: list[str], output: Path, how: dict[str, Any]) -> None:
-    """Fit the probe of Refresh, and say how much it explains."""
-    from shiva.bench.environment import environment
+def write_fit(fitted: Fit, output: Path, settings: dict[str, Any], **found: Any) -> None:
+    """The checkpoint, and beside it how it was made and how well it is."""
+    from shiva.bench.table import environment
     from shiva.checkpoint import to_json, write_atomically
-    from shiva.fitting.probe import fit_probe
 
-    with progress_line() as progress:
-        probed = fit_probe(pipe, texts, progress=progress, **how)
-    probed.checkpoint(model).save_pretrained(output)
-    found = {"explained": probed.explained, "alone": probed.alone, "samples": probed.samples}
-    report = {"environment": environment(), "settings": {"model": model, "prompts": texts, **how}, **found}
-    write_atomically(output / "fit.json", to_json({**report, "seconds": round(probed.seconds, 1)}))
-    told = f"R² {probed.explained:.3f} of log distances on held-out prompts, {probed.alone:.3f} by the first block's "
-    typer.echo(f"{told}change alone; {probed.samples} waits in {probed.seconds:.0f} s")
-    typer.echo(f"{output}: shiva.attach(pipe, {str(output)!r}, budget=0.5)")
-
-
-def write_table(pipe: Any, model: str, texts: list[str], output: Path, config: Any, how: dict[str, Any]) -> None:
-    """Learn a table on whole runs, and say what it is worth."""
-    from shiva.bench.environment import environment
-    from shiva.checkpoint import to_json, write_atomically
-    from shiva.fitting.table import fit_table
-
-    with progress_line() as progress:
-        tabled = fit_table(pipe, config, texts, progress=progress, **how)
-    tabled.checkpoint(model).save_pretrained(output)
-    found = {"ratios": tabled.ratios.tolist(), "flat": tabled.flat, "learned": tabled.learned}
-    report = {"environment": environment(), "settings": {"model": model, "prompts": texts, **how}, **found}
-    write_atomically(output / "fit.json", to_json({**report, "seconds": round(tabled.seconds, 1)}))
-    for row in tabled.ratios.tolist():
-        typer.echo("  ".join(f"{ratio:.2f}" for ratio in row))
-    told = f"squared error of final latents on held-out prompts: {tabled.learned:.4g}, flat {tabled.flat:.4g}"
-    typer.echo(f"{told}; {tabled.seconds:.0f} s\n{output}: shiva.attach(pipe, {str(output)!r})")
+    fitted.checkpoint(settings["model"]).save_pretrained(output)
+    report = {"environment": environment(), "settings": settings, **found, "seconds": round(fitted.seconds, 1)}
+    write_atomically(output / "fit.json", to_json(report))
 
 
 def texts_of(pipe: Any, prompts: str, limit: int) -> list[str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shiva.cli.terminal import Device, Dtype, Output, Record, Threads, folder_of, numbers, progress_line, use_threads
+from shiva.cli.terminal import Device, Dtype, Height, Output, Record, Threads, Width, folder_of, numbers, progress_line
 
 if TYPE_CHECKING:
     from shiva.evaluate.candidates import Candidate
@@ -41,8 +41,8 @@ def frontier(
     output: Output = None,
     record: Record = False,
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas")] = "0",
-    height: Annotated[int | None, typer.Option(min=1, help="Image height in pixels; else the model's own")] = None,
-    width: Annotated[int | None, typer.Option(min=1, help="Image width in pixels")] = None,
+    height: Height = None,
+    width: Width = None,
     metrics: Annotated[
         str | None, typer.Option(help="Metrics by name, separated by commas; else all there are")
     ] = None,
@@ -57,21 +57,18 @@ def frontier(
     the images are to the dense run and to a converged one. Ends with a table, a figure, and a sentence each for 50 %
     and for 35 % of the time. A run that was killed goes on where it was: give the same command again.
     """
-    import functools
     from dataclasses import asdict
 
     from rich.console import Console
 
     from shiva.bench.table import publish
     from shiva.evaluate import frontier as measuring
-    from shiva.evaluate.candidates import Candidates, fingerprint
-    from shiva.evaluate.drawing import check_device, hints, load_pipeline, quiet
-    from shiva.evaluate.evaluation import Evaluation
-    from shiva.evaluate.images import Settings
-    from shiva.evaluate.metrics import Tools, chosen
+    from shiva.evaluate.candidates import Candidates
+    from shiva.evaluate.drawing import quiet
+    from shiva.evaluate.evaluation import Evaluation, prepare
+    from shiva.evaluate.metrics import chosen
     from shiva.evaluate.rivals import CacheName, Solver, solving
-    from shiva.evaluate.workers import Workers
-    from shiva.show.frontier import draw_frontier
+    from shiva.show.style import draw_frontier
 
     folder = folder_of(output, record, f"frontier/{Path(model).name}-{steps}")
     shares, fewer_steps = numbers("--budgets", budgets), numbers("--fewer", fewer or "", int) or measuring.fewer(steps)
@@ -82,40 +79,24 @@ def frontier(
     pruned: dict[str, Candidate] = {}
     for method in filter(None, methods.split(",")):
         pruned |= measuring.budgeted(method, shares)
-    use_threads(threads)
     quiet()
-    workers = Workers(check_device(device))
-    without, arguments = hints(model)
-    pipe = functools.cache(lambda: load_pipeline(model, dtype, without).to(workers.device))
+    size: Any = {"height": height, "width": width}
+    shared = prepare(model, device, dtype, steps=steps, guidance=guidance, **size)
+    pipe, settings, tools = shared["pipe"], shared["settings"], shared["tools"]
     drawn, others = prompt_sets(pipe, prompts, limit, fit)
-    settings = Settings(
-        model=model,
-        weights=fingerprint(Path(model)),
-        steps=steps,
-        guidance=guidance,
-        height=height,
-        width=width,
-        dtype=dtype,
-        without=without,
-        arguments=arguments,
-    )
-    tools = Tools(pipe=pipe, score=Path(model) / "score", device=workers.device)
     console = Console(width=None if Console().is_terminal else 180)
     with progress_line() as progress:
         if fit and any(name.startswith(FITTED) for name in pruned):
-            sizes = {name: value for name, value in (("height", height), ("width", width)) if value is not None}
+            asked = {name: value for name, value in size.items() if value is not None}
             with solving(pipe(), base):
-                pruned = with_fit(pruned, folder, pipe(), settings, others, {**arguments, **sizes}, progress)
+                pruned = with_fit(pruned, folder, pipe(), settings, others, {**settings.arguments, **asked}, progress)
         evaluation = Evaluation(
+            **shared,
             candidates=Candidates(measuring.make_grid(steps, fewer_steps, pruned, wanted_caches, base)),
             folder=folder,
-            settings=settings,
             prompts=drawn,
             held_out=None,
             metrics=[m for m in chosen(metrics and metrics.split(","), tools) if m.needs != "dense"],
-            tools=tools,
-            workers=workers,
-            pipe=pipe,
             seeds=numbers("--seeds", seeds, int),
             rounds=rounds,
             progress=progress,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shiva.cli.terminal import Device, Dtype, check_folder, settings_from
+from shiva.cli.terminal import Device, Dtype, Height, Width, check_folder, settings_from
 
 if TYPE_CHECKING:
     from shiva.evaluate.candidates import Candidate
@@ -27,8 +27,8 @@ def generate(
         typer.Option("--set", help="Any option of the method, for example --set ratio=0.5. May be repeated."),
     ] = None,
     negative: Annotated[str | None, typer.Option(help="What the images should not show")] = None,
-    height: Annotated[int | None, typer.Option(min=1, help="Image height in pixels; else the model's own")] = None,
-    width: Annotated[int | None, typer.Option(min=1, help="Image width in pixels; else the model's own")] = None,
+    height: Height = None,
+    width: Width = None,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps")] = 28,
     guidance: Annotated[float, typer.Option(help="Guidance scale; for Flux, the one it was distilled with")] = 4.5,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise; each prompt's place gives it another")] = 0,
@@ -43,7 +43,7 @@ def generate(
     from rich.console import Console
     from rich.progress import Progress
 
-    from shiva.bench.environment import environment
+    from shiva.bench.table import environment
     from shiva.checkpoint import write_atomically, write_image
     from shiva.core.method import MethodConfig
     from shiva.evaluate import drawing

@@ -16,7 +16,22 @@ Output = Annotated[Path | None, typer.Option(help="Folder of what is written; ou
 Record = Annotated[bool, typer.Option("--record", help="Write to results/, which is committed, not to outputs/")]
 Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, …")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's choice otherwise")]
+Height = Annotated[int | None, typer.Option(min=1, help="Image height in pixels; else the model's own")]
+Width = Annotated[int | None, typer.Option(min=1, help="Image width in pixels; else the model's own")]
+
+
+def use_threads(count: int | None) -> int | None:
+    if count is not None:
+        import torch
+
+        torch.set_num_threads(count)
+    return count
+
+
+Threads = Annotated[
+    int | None, typer.Option(min=1, callback=use_threads, help="CPU threads; torch's choice otherwise")
+]
+"""Set as the option is read."""
 
 TO_MEND = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EROFS, errno.ENOSPC}
 TO_MEND |= {errno.EDQUOT, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
@@ -35,16 +50,12 @@ def explain(error: Exception) -> int:
     elif type(error).__module__.startswith("yaml."):
         text = f"this is not YAML: {text}; mend that line"
     elif not isinstance(error, REFUSALS):
-        report_bug(error)
+        where = "please report it as an issue of Shiva's repository, with these lines"
+        typer.secho(f"error: this is a bug of ours; {where}", fg="red", err=True)
+        typer.echo("".join(traceback.format_exception(error)), err=True, nl=False)
         return 1
     typer.secho(f"error: {' '.join(text.split())}", fg="red", err=True)
     return 2
-
-
-def report_bug(error: Exception) -> None:
-    where = "please report it as an issue of Shiva's repository, with these lines"
-    typer.secho(f"error: this is a bug of ours; {where}", fg="red", err=True)
-    typer.echo("".join(traceback.format_exception(error)), err=True, nl=False)
 
 
 def folder_of(output: Path | None, record: bool, name: str) -> Path:
@@ -64,23 +75,21 @@ def check_folder(path: Path) -> Path:
 
 def settings_from(pairs: list[str] | None) -> dict[str, Any]:
     """Options given as `--set key=value`, their values read as YAML reads them: numbers, lists, true, null."""
+    from shiva.core.needs import need
+
+    yaml: Any = need("yaml", "metrics") if pairs else None
     found: dict[str, Any] = {}
     for pair in pairs or []:
         key, equals, text = pair.partition("=")
         if not equals or not key.strip():
             raise ValueError(f"--set {pair} has no value; pass --set key=value, for example --set ratio=0.5")
-        found[key.strip()] = read_value(pair, text)
+        try:
+            found[key.strip()] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(
+                f"--set {pair} does not read as YAML; quote the value, as in --set key='[1, 2]'"
+            ) from error
     return found
-
-
-def read_value(pair: str, text: str) -> Any:
-    from shiva.core.needs import need
-
-    yaml = need("yaml", "metrics")
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"--set {pair} does not read as YAML; quote the value, as in --set key='[1, 2]'") from error
 
 
 def numbers(option: str, text: str, kind: type = float) -> tuple[Any, ...]:
@@ -90,13 +99,6 @@ def numbers(option: str, text: str, kind: type = float) -> tuple[Any, ...]:
     except ValueError as error:
         whole = "whole number" if kind is int else "number"
         raise ValueError(f"{option} {text} holds what is no {whole}; pass such as {option} 0,1") from error
-
-
-def use_threads(count: int | None) -> None:
-    if count is not None:
-        import torch
-
-        torch.set_num_threads(count)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +17,7 @@ from shiva.checkpoint import CONFIG_FILE, ShivaCheckpoint
 from shiva.core import options
 from shiva.core.method import MethodConfig
 from shiva.core.options import Count, NotNegative, Whole, build, conform
-from shiva.evaluate.int8 import quantized
-from shiva.evaluate.rivals import CacheName, Solver, caching, solving, wraps_blocks
+from shiva.evaluate.rivals import CacheName, Solver, caching, quantized, solving, wraps_blocks
 from shiva.files import read_yaml
 from shiva.ops.schedule import RatioSchedule
 from shiva.session import Session
@@ -116,7 +116,7 @@ class Candidate:
         config = source.method_config.changed(self.options) if isinstance(source, ShivaCheckpoint) else source
         return {
             "method": type(config).__name__,
-            "options": as_json(dataclasses.asdict(config)),  # type: ignore[call-overload]
+            "options": json.loads(json.dumps(dataclasses.asdict(config))),  # type: ignore[call-overload]
             "weights": fingerprint(Path(self.folder())) if trained else None,
             "flat": self.flat,
             "int8": self.int8,
@@ -163,13 +163,6 @@ def flatten(session: Session) -> None:
     schedule: RatioSchedule = method.schedule
     budget = method.config.budget if method.config.budget is not None else schedule.mean_keep
     method.set_schedule(RatioSchedule.flat(budget, schedule.layers, sorted(schedule.dense)))
-
-
-def as_json(value: Any) -> Any:
-    """A config as JSON would give it back."""
-    if isinstance(value, dict):
-        return {str(key): as_json(item) for key, item in value.items()}
-    return [as_json(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def fingerprint(folder: Path) -> str | None:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,14 @@ from torch.utils._pytree import tree_leaves
 
 from shiva.api import attach
 from shiva.backbones.base import bind, parameter_names
-from shiva.bench.environment import environment
-from shiva.bench.latency import Timing, interleave
+from shiva.bench.entries import Timing, interleave
+from shiva.bench.table import environment
 from shiva.checkpoint import write_atomically
 from shiva.core.cost import Flops, counting
 from shiva.cost import total
 from shiva.evaluate.candidates import Candidate, slug
 from shiva.evaluate.images import Run
+from shiva.evaluate.rivals import scheduled
 from shiva.methods import Shiva
 
 
@@ -42,9 +43,14 @@ class Cost:
     share: float
     """True FLOPs as a share of dense."""
     share_paper: float
-    one_step_mse: float | None
+    one_step_mse: float | None = None
     """Squared distance of the prediction to dense at the same noisy latents, over all steps; None for whole runs."""
-    one_step_cosine: float | None
+    one_step_cosine: float | None = None
+
+    @classmethod
+    def of(cls, flops: Flops, dense: Flops, *one_step: float) -> Cost:
+        shares = flops.true / dense.true, flops.paper / dense.paper
+        return cls(flops.true / 1e9, flops.paper / 1e9, *shares, *one_step)
 
 
 @dataclass
@@ -94,25 +100,7 @@ def replay(run: Run, candidate: Candidate, recording: Recording) -> Cost:
         flops = recording.dense
         if session is not None:
             flops = dataclasses.replace(session.summary(), steps=steps).flops.scaled(1 / len(steps))
-    dense_flops = recording.dense
-    return Cost(
-        gflops=flops.true / 1e9,
-        gflops_paper=flops.paper / 1e9,
-        share=flops.true / dense_flops.true,
-        share_paper=flops.paper / dense_flops.paper,
-        one_step_mse=sum(errors) / len(errors),
-        one_step_cosine=sum(cosines) / len(cosines),
-    )
-
-
-@contextlib.contextmanager
-def scheduled(pipe: Any, scheduler: Any) -> Iterator[None]:
-    """The pipeline with another scheduler inside this context."""
-    before, pipe.scheduler = pipe.scheduler, scheduler
-    try:
-        yield
-    finally:
-        pipe.scheduler = before
+    return Cost.of(flops, recording.dense, sum(errors) / len(errors), sum(cosines) / len(cosines))
 
 
 @dataclass(frozen=True)
@@ -185,33 +173,23 @@ class Prices:
         return self._recording
 
     def of(self, name: str) -> Cost:
+        def measure() -> dict[str, Any]:
+            candidate = self.run.candidates[name]
+            return asdict(self._whole(name) if candidate.is_rival else replay(self.run, candidate, self.recording))
+
         key = f"{self.run.key(name)} {self.indices} {self.seed}"
-        path = self.run.folder / "scores" / slug(name) / "cost.json"
-        known = read_cache(path, key)
-        if known is not None:
-            return Cost(**known)
-        candidate = self.run.candidates[name]
-        cost = self._whole(name) if candidate.is_rival else replay(self.run, candidate, self.recording)
-        write_cache(path, key, asdict(cost))
-        return cost
+        return Cost(**cached(self.run.folder / "scores" / slug(name) / "cost.json", key, measure))
 
     def _whole(self, name: str) -> Cost:
         """Of a candidate whose steps are not dense's: what its run spends, shared out over dense's steps."""
         calls = len(self.recording.calls) / len(self.indices)
-        flops, dense = self.spent(name).flops.scaled(1 / calls), self.recording.dense
-        share, share_paper = flops.true / dense.true, flops.paper / dense.paper
-        return Cost(flops.true / 1e9, flops.paper / 1e9, share, share_paper, None, None)
+        return Cost.of(self.spent(name).flops.scaled(1 / calls), self.recording.dense)
 
     def spent(self, name: str) -> Spent:
         """What one call of the pipeline takes, measured once."""
-        key = self.run.key(name)
         path = self.run.folder / "scores" / slug(name) / "spent.json"
-        known = read_cache(path, key)
-        if known is not None:
-            return Spent(Flops(**known["flops"]), known["memory"])
-        spent = spend(self.run, name)
-        write_cache(path, key, asdict(spent))
-        return spent
+        known = cached(path, self.run.key(name), lambda: asdict(spend(self.run, name)))
+        return Spent(Flops(**known["flops"]), known["memory"])
 
     def share(self, candidate: Candidate) -> float:
         """True FLOPs as a share of dense, of a candidate that is being looked for."""
@@ -237,11 +215,7 @@ class Latency:
 
 
 def latency(
-    run: Run,
-    names: Sequence[str],
-    rounds: int,
-    device: str,
-    progress: Callable[[str], None] = lambda name: None,
+    run: Run, names: Sequence[str], rounds: int, device: str, progress: Callable[[str], None] = lambda name: None
 ) -> dict[str, Latency]:
     """Time of an image of each candidate, all in turns; on a busy machine only their ratios mean much.
 
@@ -280,6 +254,14 @@ def read_cache(path: Path, key: str) -> Any:
         return None
     content = json.loads(path.read_text())
     return content["found"] if content["key"] == key else None
+
+
+def cached(path: Path, key: str, measure: Callable[[], Any]) -> Any:
+    """A figure, measured where it was not before."""
+    found = read_cache(path, key)
+    if found is None:
+        write_cache(path, key, found := measure())
+    return found
 
 
 def write_cache(path: Path, key: str, found: Any) -> None:

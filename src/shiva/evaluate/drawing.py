@@ -1,4 +1,4 @@
-"""Images of a pipeline: loading it, one call of it, and whole runs of it under several candidates."""
+"""Images of a pipeline: loading it, one call of it, whole runs of it under several candidates; in which processes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import hashlib
 import inspect
 import itertools
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import diffusers
 import torch
@@ -22,10 +24,65 @@ import transformers
 from diffusers import DiffusionPipeline
 
 from shiva.core import options
+from shiva.core.needs import install
 from shiva.core.trace import Trace
 from shiva.cost import Summary
 from shiva.evaluate.candidates import Candidate
-from shiva.session import Session
+
+T = TypeVar("T")
+
+
+class Workers:
+    """The processes of this evaluation; accelerate is asked only if there are several."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.state: Any = None
+        self.device = device
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            try:
+                from accelerate import PartialState
+            except ImportError as error:
+                raise ImportError(f"several processes need accelerate: {install('metrics')}") from error
+            # one process may have hours of images more than another
+            self.state = PartialState(cpu=device == "cpu", timeout=timedelta(days=7))
+            self.device = str(self.state.device)
+
+    @property
+    def main(self) -> bool:
+        return self.state is None or bool(self.state.is_main_process)
+
+    def share(self, work: Sequence[T]) -> list[T]:
+        """This process's part of the work."""
+        if self.state is None:
+            return list(work)
+        with self.state.split_between_processes(list(work)) as part:
+            return list(part)
+
+    def found_by_main(self, find: Callable[[], T]) -> T:
+        """What the main process finds, in every process; what it raises, too."""
+        if self.state is None:
+            return find()
+        from accelerate.utils import broadcast_object_list
+
+        answer: list[Any] = [None, None]
+        if self.main:
+            try:
+                answer[0] = find()
+            except Exception as error:
+                answer[1] = error
+        found, failure = broadcast_object_list(answer)
+        if failure is not None:
+            raise failure
+        return found
+
+    def wait(self) -> None:
+        if self.state is not None:
+            self.state.wait_for_everyone()
+
+    def close(self) -> None:
+        if self.state is not None:
+            self.state.destroy_process_group()
+
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -208,7 +265,9 @@ def generate(
     outcomes: dict[str, Outcome] = {}
     for _ in range(rounds):
         for name, candidate in candidates.items():
-            with candidate.attached(pipe) as session, tracing(session, trace) as seen:
+            with contextlib.ExitStack() as stack:
+                session = stack.enter_context(candidate.attached(pipe))
+                seen = stack.enter_context(session.trace()) if session is not None and trace else None
                 start = time.perf_counter()
                 images = []
                 for place in range(0, len(prompts), size):
@@ -224,7 +283,3 @@ def generate(
             else:
                 outcomes[name] = Outcome(images, [seconds], summary, seen)
     return outcomes
-
-
-def tracing(session: Session | None, wanted: bool) -> contextlib.AbstractContextManager[Trace | None]:
-    return session.trace() if session is not None and wanted else contextlib.nullcontext()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shiva.evaluate.candidates import DENSE, Candidates, slug
+from shiva.evaluate.candidates import DENSE, Candidates, fingerprint, slug
 from shiva.evaluate.costs import Cost, Latency, Prices, latency, read_cache, write_cache
+from shiva.evaluate.drawing import Workers, check_device, hints, load_pipeline
 from shiva.evaluate.images import Run, Settings
 from shiva.evaluate.metrics import METRICS, Metric, Score, Subject, Tools, measure
 from shiva.evaluate.prompts import PromptSet
-from shiva.evaluate.workers import Workers
 
 
 @dataclass(frozen=True)
@@ -146,3 +147,25 @@ class Evaluation:
             return latency(run, list(dict.fromkeys([DENSE, *names])), self.rounds, self.workers.device, tell), ""
         except Exception as error:  # hours of images are behind it: their tables are written without it
             return {}, f"{type(error).__name__}: {error}"
+
+
+def prepare(
+    model: str,
+    device: str,
+    dtype: str,
+    candidates: Candidates | None = None,
+    weights: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Of an `Evaluation`: the pipeline, loaded when first asked for, its settings, processes and tools."""
+    workers, (without, arguments) = Workers(check_device(device)), hints(model)
+    if candidates is not None:
+        without, arguments = tuple(candidates.without) or without, {**arguments, **candidates.arguments}
+    pipe = functools.cache(lambda: load_pipeline(model, dtype, without).to(workers.device))
+    of_model: Any = {"model": model, "weights": fingerprint(Path(model)), "dtype": dtype}
+    return {
+        "pipe": pipe,
+        "settings": Settings(**of_model, without=without, arguments=arguments, **settings),
+        "workers": workers,
+        "tools": Tools(pipe=pipe, score=Path(model) / "score", device=workers.device, **(weights or {})),
+    }

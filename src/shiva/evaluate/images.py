@@ -17,16 +17,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shiva.bench.environment import environment
+from shiva.bench.table import environment
 from shiva.checkpoint import write_atomically, write_image
 from shiva.core.options import REFUSALS
 from shiva.evaluate.candidates import Candidate, slug
-from shiva.evaluate.drawing import draw
-from shiva.evaluate.metrics import Pictures
-from shiva.evaluate.metrics.base import decode
+from shiva.evaluate.drawing import Workers, draw
+from shiva.evaluate.metrics import Pictures, decode
 from shiva.evaluate.prompts import PromptSet
 from shiva.evaluate.rivals import magnitude_ratios
-from shiva.evaluate.workers import Workers
 from shiva.session import Session
 
 CALIBRATION = 2**31 - 1
@@ -154,7 +152,11 @@ class Run:
             here = before
         elif before and lasting(before) != lasting(here):
             earlier = [*earlier, before]
-        entries = {name: {"slug": slug(name), **self._entry(name)} for name in names}
+        entries = {}
+        for name in names:
+            candidate = self.candidates[name]
+            made = {"config": self.config(name), "checkpoint": candidate.checkpoint, "paper": candidate.paper}
+            entries[name] = {"slug": slug(name), **made}
         left_out = {name: why for name, why in known.get("skipped", {}).items() if name not in names}
         manifest = {
             "settings": {**asdict(self.settings), "prompts": self.prompts.name},
@@ -166,10 +168,6 @@ class Run:
             "earlier_environments": earlier,
         }
         write_atomically(self.folder / "run.json", json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
-
-    def _entry(self, name: str) -> dict[str, Any]:
-        candidate = self.candidates[name]
-        return {"config": self.config(name), "checkpoint": candidate.checkpoint, "paper": candidate.paper}
 
     def _compare(self, known: dict[str, Any], names: Sequence[str]) -> None:
         asked = json.loads(json.dumps({**asdict(self.settings), "prompts": self.prompts.name}))

@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,23 +71,15 @@ def read_mjhq(path: Path) -> PromptSet:
     return PromptSet("MJHQ-30K", prompts, image=image)
 
 
-def read_drawbench(path: Path) -> PromptSet:
-    """DrawBench: a CSV file with the columns Prompts and Category."""
-    return PromptSet("DrawBench", _rows(path, ",", "Prompts"))
-
-
-def read_parti(path: Path) -> PromptSet:
-    """PartiPrompts: a TSV file with the columns Prompt, Category and Challenge."""
-    return PromptSet("PartiPrompts", _rows(path, "\t", "Prompt"))
-
-
-def _rows(path: Path, delimiter: str, column: str) -> tuple[Prompt, ...]:
+def read_rows(path: Path, name: str, delimiter: str, column: str) -> PromptSet:
+    """A file of rows under headings, one of them Category."""
     with path.open(newline="", encoding="utf-8") as file:
         quotes = None if delimiter == "\t" else '"'
         rows = list(csv.DictReader(file, delimiter=delimiter, quotechar=quotes, quoting=0 if quotes else 3))
     if rows and column not in rows[0]:
         raise ValueError(f"{path} has no column {column!r} but {', '.join(rows[0])}; is it the original file?")
-    return tuple(Prompt(row[column], row.get("Category") or "", str(index)) for index, row in enumerate(rows))
+    prompts = (Prompt(row[column], row.get("Category") or "", str(index)) for index, row in enumerate(rows))
+    return PromptSet(name, tuple(prompts))
 
 
 def read_text(path: Path) -> PromptSet:
@@ -120,8 +113,8 @@ def read_parquet(path: Path, split: str = "train", core: bool = True) -> PromptS
 
 READERS: dict[str, Callable[[Path], PromptSet]] = {
     ".json": read_mjhq,
-    ".csv": read_drawbench,
-    ".tsv": read_parti,
+    ".csv": partial(read_rows, name="DrawBench", delimiter=",", column="Prompts"),
+    ".tsv": partial(read_rows, name="PartiPrompts", delimiter="\t", column="Prompt"),
     ".txt": read_text,
 }
 

@@ -1,8 +1,9 @@
-"""What else makes a pipeline faster, for nothing: a better solver, and the step caches of diffusers and cache-dit."""
+"""What else makes a pipeline faster, for nothing: a better solver, step caches of diffusers and cache-dit, INT8."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import logging
@@ -13,7 +14,7 @@ import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from diffusers.hooks import HookRegistry
 from diffusers.hooks.hooks import CacheContext, StateManager
-from torch import Tensor
+from torch import Tensor, nn
 
 from shiva.backbones.base import Site, backbone_of
 from shiva.compat import INNER_CACHES, REFUSED_HOOKS
@@ -39,11 +40,18 @@ def solving(pipe: Any, solver: Solver) -> Iterator[None]:
         with evenly_spaced(pipe.scheduler):
             yield
     else:
-        own, pipe.scheduler = pipe.scheduler, multistep(pipe.scheduler)
-        try:
+        with scheduled(pipe, multistep(pipe.scheduler)):
             yield
-        finally:
-            pipe.scheduler = own
+
+
+@contextlib.contextmanager
+def scheduled(pipe: Any, scheduler: Any) -> Iterator[None]:
+    """The pipeline with another scheduler inside this context."""
+    own, pipe.scheduler = pipe.scheduler, scheduler
+    try:
+        yield
+    finally:
+        pipe.scheduler = own
 
 
 @contextlib.contextmanager
@@ -208,3 +216,52 @@ def magnitude_ratios(transformer: Any) -> Iterator[list[float]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextlib.contextmanager
+def quantized(pipe: Any, blocks: int) -> Iterator[None]:
+    """Weights and activations of the last `blocks` blocks' FFNs in INT8; a trained adapter is merged in first.
+
+    Linear layers are replaced by quantized copies and put back afterwards, so nothing of it stays.
+    """
+    if blocks <= 0:
+        yield
+        return
+    quantization, transformer = need("torchao.quantization", "quant"), pipe.transformer
+    config = quantization.Int8DynamicActivationInt8WeightConfig()
+    layers = backbone_of(transformer).spec(transformer).layers
+    if blocks > layers:
+        raise ValueError(f"int8: {blocks} is more than the {layers} blocks of {type(transformer).__name__}")
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    try:
+        for site in backbone_of(transformer).sites(transformer):
+            if site.kind == "ffn" and site.layer >= layers - blocks:
+                for parent, name, linear in _linears(site.module):
+                    parent._modules[name] = holder = nn.Sequential(_merged(linear))
+                    replaced.append((parent, name, linear))
+                    quantization.quantize_(holder, config)
+        yield
+    finally:
+        for parent, name, linear in replaced:
+            parent._modules[name] = linear
+
+
+def _linears(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Every linear layer inside, with or without an adapter around it: (parent, name, layer)."""
+    found: list[tuple[nn.Module, str, nn.Module]] = []
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear) or hasattr(child, "base_layer"):
+            found.append((module, name, child))
+        else:
+            found += _linears(child)
+    return found
+
+
+def _merged(layer: nn.Module) -> nn.Module:
+    """A plain linear copy of a layer, its adapter folded in."""
+    layer = copy.deepcopy(layer)
+    if not hasattr(layer, "base_layer"):
+        return layer
+    adapted: Any = layer
+    adapted.merge()
+    return adapted.get_base_layer()

@@ -133,11 +133,6 @@ class Paired:
         return f"{self.mean:+.3g}" if math.isnan(self.error) else f"{self.mean:+.3g} ± {self.error:.2g}"
 
 
-def comparable(evaluation: Evaluation, run: Run) -> list[Metric]:
-    """Metrics that mean the same for dense and the others: not those that measure distance to dense."""
-    return [metric for metric in measured(evaluation, run) if metric.needs != "dense"]
-
-
 def scores_of(evaluation: Evaluation, shown: Comparison) -> dict[str, BySeed]:
     return {name: [evaluation.scores(shown.run, name, seed) for seed in shown.seeds] for name in shown.names}
 
@@ -162,22 +157,6 @@ def gain(pair: Paired, metric: Metric) -> float:
 
 def averaged(shown: Comparison) -> str:
     return f", each a mean of {len(shown.seeds)} seeds" if len(shown.seeds) > 1 else ""
-
-
-def paired(evaluation: Evaluation, shown: Comparison, title: str) -> tuple[Table, dict[str, Any]]:
-    """Per-prompt differences to the first candidate; metrics of a whole set as a plain difference."""
-    reference, *others = shown.names
-    scores = scores_of(evaluation, shown)
-    metrics = comparable(evaluation, shown.run)
-    rows: list[tuple[str, ...]] = []
-    found: dict[str, Any] = {}
-    for name in others:
-        pairs = {metric: difference(metric, scores[name], scores[reference]) for metric in metrics}
-        found[name] = {metric.name: pair.to_dict() for metric, pair in pairs.items()}
-        rows.append((name, *(f"{p} ({p.wins:.0%})" if m.each else f"{p.mean:+.3g}" for m, p in pairs.items())))
-    caption = f"mean ± standard error over {len(shown.run.prompts)} prompts{averaged(shown)} "
-    caption += "(share of prompts that are better; ties count half)" + left_out(evaluation, shown)
-    return Table(title, (f"minus {reference}", *map(heading, metrics)), rows, caption), found
 
 
 def verdict(evaluation: Evaluation, shown: Comparison) -> tuple[Table, dict[str, Any]]:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from shiva.api import attach
 from shiva.backbones.base import backbone_of
-from shiva.checkpoint import ShivaCheckpoint
 from shiva.compat import transformer_of
 from shiva.core.method import Method, MethodConfig
 from shiva.core.trainable import Trainable
 from shiva.evaluate.drawing import draw
+from shiva.fitting import Fit
 from shiva.methods.counts import CountOptions, Table
 from shiva.ops.allocate import Cell, allocate
 from shiva.ops.schedule import RatioSchedule
@@ -33,19 +33,14 @@ WHOLE = 1 - 1e-9
 
 
 @dataclass(frozen=True)
-class Tabled:
+class Tabled(Fit):
     """A method with its learned table."""
 
-    method: Any
     ratios: Tensor  # (cells of steps, cells of layers)
     flat: float
     """Mean squared error of final latents to dense, with the same ratio everywhere."""
     learned: float
     """The same with the table, on prompts it was not learned on."""
-    seconds: float
-
-    def checkpoint(self, base_model: str | None = None) -> ShivaCheckpoint:
-        return ShivaCheckpoint.of(self.method, base_model=base_model)
 
 
 def fit_table(
@@ -108,7 +103,7 @@ def fit_table(
     count.set(table)
     method.trained = True
     shape = (-1, len(split(reduced, layer_cells)))
-    return Tabled(method, torch.tensor(found).view(shape), before, after, time.perf_counter() - start)
+    return Tabled(method, time.perf_counter() - start, torch.tensor(found).view(shape), before, after)
 
 
 def best_blend(

@@ -1,10 +1,11 @@
-"""JSON files of benchmarks and claims on a page, each with the figure beside it."""
+"""Results on a page: JSON files of benchmarks and claims, and an evaluation with its images, tables and fronts."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from shiva.core.options import build, fitted
-from shiva.show.page import Page
+from shiva.evaluate.protocols import protocols
+from shiva.show import figures
+from shiva.show.page import PAPER, Page, drawing, meanings
+from shiva.show.style import DENSE, colour, family
 
 
 @dataclass(frozen=True)
@@ -134,3 +138,159 @@ def measured_on(where: Mapping[str, Any]) -> str:
     known = where.get("packages")
     packages = ", ".join(f"{package} {known[package]}" for package in known) if isinstance(known, dict) else ""
     return f"Measured on {device}, {where.get('threads')} threads, {where.get('date')}: {packages}."
+
+
+COSTS = ("GFLOPs", "latency, s")
+"""Columns that quality is drawn against."""
+QUALITIES = ("Fréchet", "FID", "text-image", "CLIP score", "ImageReward", "PSNR to dense", "LPIPS to dense")
+"""Columns that are drawn, by how their headings start; the table has all of them."""
+SAME_COST = 0.1
+"""Methods whose costs differ by less than this share of the largest were meant to cost the same."""
+FIGURE = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+Column = tuple[str, dict[str, float]]
+
+
+def is_evaluation(folder: Path) -> bool:
+    return (folder / "run.json").is_file() and "candidates" in load(folder / "run.json")
+
+
+def add_evaluation(page: Page, folder: Path, prompts: int, seeds: int) -> None:
+    run = load(folder / "run.json")
+    settings = run["settings"]
+    documents = {path.stem: load(path) for path in sorted((folder / "tables").glob("*.json"), key=place)}
+    page.heading(f"Evaluation: {folder.name}", opened=True)
+    page.text(
+        f"{settings['model']}, {settings['steps']} steps at guidance {settings['guidance']:g}, "
+        f"{len(run['prompts'])} prompts of {settings['prompts']}: every method from the same noise."
+    )
+    if any((folder / "images").glob("*/*/*.png")):
+        names = captions(run, documents.get("main", {}))
+        page.gallery(list(names.values()), shots(folder, run, list(names), prompts, seeds))
+    else:
+        page.note(f"Its images are not here: they are not kept with the tables. Make them: {command(folder, run)}")
+    for name, why in run.get("skipped", {}).items():
+        page.note(f"Left out: {name}: {why}")
+    for stem, document in documents.items():
+        page.heading(question(stem))
+        add_fronts(page, document)
+        add_tables(page, document)
+    words = [table for document in documents.values() for table in tables_of(document)]
+    headings = [heading for table in words for heading in table["columns"]]
+    if terms := meanings(headings, [str(row[0]) for table in words for row in table["rows"]]):
+        page.heading("What the words mean")
+        page.glossary(terms)
+    page.note(measured_on(run.get("environment", {})))
+    for variant in sorted((folder / "runs").glob("*/run.json")):
+        if not variant.parent.is_symlink():  # which may lead back here
+            add_evaluation(page, variant.parent, prompts, seeds)
+
+
+# -- protocols -------------------------------------------------------------------------------------------
+
+
+def protocol(stem: str) -> str | None:
+    return next((name for name in protocols() if stem.startswith(name)), None)
+
+
+def place(path: Path) -> tuple[int, str]:
+    """Where a protocol's tables come on the page; those of no protocol come last."""
+    name = protocol(path.stem)
+    return len(protocols()) if name is None else list(protocols()).index(name), path.stem
+
+
+def question(stem: str) -> str:
+    """What a protocol asks, as a heading."""
+    name = protocol(stem)
+    asked = "" if name is None else (protocols()[name].__doc__ or "").partition("\n")[0].rstrip(".")
+    return asked if stem == name else f"{asked} ({stem})" if asked else stem
+
+
+# -- images ----------------------------------------------------------------------------------------------
+
+
+def captions(run: Mapping[str, Any], main: Mapping[str, Any]) -> dict[str, str]:
+    """What stands under each candidate's images: dense and ours side by side, then the others as in the main table."""
+    costs = main.get("results", {}).get("cost", {})
+    ordered = [*(name for name in costs if name in run["candidates"]), *run["candidates"]]
+    ordered.sort(key=lambda name: (family(name).title != "dense", not family(name).ours))
+    saved = {name: round(100 * (1 - cost["share"])) for name, cost in costs.items()}
+    return {name: f"{name}, −{saved[name]} % FLOPs" if saved.get(name) else name for name in ordered}
+
+
+def shots(
+    folder: Path, run: Mapping[str, Any], names: Sequence[str], prompts: int, seeds: int
+) -> Iterator[tuple[str, list[Any]]]:
+    """For each prompt and seed shown, its images by candidate; None where one is not there."""
+    for index in figures.spread(range(len(run["prompts"])), prompts):
+        for seed in run["seeds"][:seeds]:
+            slugs = [run["candidates"][name]["slug"] for name in names]
+            files = [folder / "images" / slug / str(seed) / f"{index:05d}.png" for slug in slugs]
+            images = [opened(file, folder) for file in files]
+            if any(images):
+                text = run["prompts"][index]["text"]
+                yield (text if seeds == 1 else f"{text}, seed {seed}"), images
+
+
+def opened(file: Path, folder: Path) -> Any:
+    """An image of the evaluation's own; None where it is not there."""
+    from PIL import Image
+
+    data = own_image(file, folder)
+    return None if data is None else Image.open(io.BytesIO(data))
+
+
+def command(folder: Path, run: Mapping[str, Any]) -> str:
+    """What makes an evaluation's images."""
+    model, seeds = run["settings"]["model"], ",".join(map(str, run["seeds"]))
+    recipe = Path("recipes/eval") / f"{Path(model).name}.yaml"
+    methods = recipe if recipe.is_file() else "FILE"
+    return f"shiva eval {model} --methods {methods} --limit {len(run['prompts'])} --seeds {seeds} --output {folder}"
+
+
+# -- quality against cost --------------------------------------------------------------------------------
+
+
+def add_fronts(page: Page, document: Mapping[str, Any]) -> None:
+    """Metrics (columns marked ↑ or ↓) of the document's methods against each cost, with the Pareto front."""
+    columns = [column for table in tables_of(document) for column in columns_of(table)]
+    metrics = [column for start in QUALITIES for column in columns if column[0].startswith(start)]
+    for cost, prices in columns:
+        if cost not in COSTS or all_alike(prices):
+            continue
+        for metric in metrics:
+            add_front(page, (cost, prices), metric)
+
+
+def add_front(page: Page, cost: Column, quality: Column) -> None:
+    """A metric against a cost, with what no other method beats."""
+    (price, prices), (metric, values) = cost, quality
+    points = [figures.Point(name, prices[name], value) for name, value in values.items() if name in prices]
+    if len(points) < 2:
+        return
+    with drawing(page):
+        label = metric.rstrip("↑↓ ")
+        drawn = figures.quality_cost(points, price, label, higher_is_better=metric.endswith("↑"))
+        page.figure(drawn, f"{label} against {price}; the line joins what no other method beats.")
+
+
+def all_alike(prices: Mapping[str, float]) -> bool:
+    """Whether the reduced methods cost the same, so that there is no front to draw."""
+    reduced = [price for name, price in prices.items() if colour(name) != DENSE]
+    return not reduced or max(reduced) - min(reduced) < SAME_COST * max(prices.values())
+
+
+def columns_of(table: Mapping[str, Any]) -> Iterator[Column]:
+    """The columns of a table of methods that hold our figures, each by method."""
+    headings: Sequence[str] = table["columns"]
+    if headings[0] != "method" or table["title"].startswith("The paper's"):
+        return
+    for index, heading in enumerate(headings[1:], start=1):
+        cells = {row[0]: figure for row in table["rows"] if (figure := figure_of(row[index])) is not None}
+        if cells and not PAPER.match(heading):
+            yield heading, cells
+
+
+def figure_of(cell: Any) -> float | None:
+    """The number that a cell starts with."""
+    found = FIGURE.match(str(cell).strip().replace("−", "-"))
+    return None if found is None else float(found[0])

@@ -6,7 +6,6 @@ Each takes plain data and returns a matplotlib figure, which `style.save` writes
 from __future__ import annotations
 
 import itertools
-import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,20 @@ from torch import Tensor
 
 from shiva.core.trace import Trace
 from shiva.evaluate.frontier import pareto
-from shiva.show.style import FAMILIES, MAP, PALETTE, QUIET, colour, family, legend_beside, plot, save
+from shiva.show.style import (
+    FAMILIES,
+    MAP,
+    PALETTE,
+    QUIET,
+    Label,
+    colour,
+    family,
+    legend_beside,
+    plot,
+    put_labels,
+    save,
+)
+from shiva.training.log import read_records
 
 SHOWN = 5
 """Steps and layers that a figure of masks or scores shows, spread evenly over a run."""
@@ -50,47 +62,14 @@ def quality_cost(points: Sequence[Point], cost: str, quality: str, higher_is_bet
         members = [p for p in points if family(p.name) == kind]
         places = [p.cost for p in members], [p.quality for p in members]
         axis.scatter(*places, color=kind.colour, marker=kind.marker, s=46 if kind.ours else 34, zorder=2)
-    axis.margins(0.16, 0.12)
-    for point, (right, up) in zip(points, label_offsets(points), strict=True):
-        kind = family(point.name)
-        axis.annotate(
-            point.name,
-            (point.cost, point.quality),
-            (right, up),
-            textcoords="offset points",
-            ha="left" if right > 0 else "right",
-            fontsize=8,
-            color=kind.colour if kind.ours else "#555",
-            fontweight="bold" if kind.ours else "normal",
-            arrowprops={"arrowstyle": "-", "color": QUIET, "shrinkA": 0, "shrinkB": 3} if up > 8 else None,
-        )
+    axis.margins(0.06, 0.12)
+    kinds = {point: family(point.name) for point in points}
+    put_labels(
+        axis, [Label(p.name, p.cost, p.quality, k.colour if k.ours else "#555", k.ours) for p, k in kinds.items()]
+    )
     axis.set(xlabel=cost, ylabel=f"{quality} ({'higher' if higher_is_better else 'lower'} is better)")
     axis.grid(alpha=0.25)
     return figure
-
-
-LETTER, LINE = 0.0165, 0.045
-"""A letter's width and a line's height, as shares of the plane."""
-
-
-def label_offsets(points: Sequence[Point]) -> list[tuple[float, float]]:
-    """Where each name stands beside its point, in typographic points: to the left of those in the right half,
-    and further up where it would lie on another name."""
-    costs, qualities = [p.cost for p in points], [p.quality for p in points]
-    width = (max(costs) - min(costs)) or 1.0
-    height = (max(qualities) - min(qualities)) or 1.0
-    taken: list[tuple[float, float, float]] = []
-    offsets: list[tuple[float, float]] = []
-    for point in points:
-        x, y = (point.cost - min(costs)) / width, (point.quality - min(qualities)) / height
-        left, long = x > 0.7, LETTER * len(point.name)
-        start, end = (x - long, x) if left else (x, x + long)
-        up = 0.0
-        while any(start < b and a < end and abs(y + up - line) < LINE for a, b, line in taken):
-            up += LINE
-        taken.append((start, end, y + up))
-        offsets.append((-7.0 if left else 7.0, 4.0 + 250 * up))
-    return offsets
 
 
 def schedule_map(ratios: Tensor, timesteps: Sequence[float], title: str = "share of tokens kept") -> Any:
@@ -199,20 +178,9 @@ def image_grid(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[Any]]]
     return figure
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Records of a JSON-lines file; a last line that a kill cut short is left out."""
-    records = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
-
-
 def training_curves(run: Path) -> Any:
     """Losses, mean keep and validation error of a training run, from the logs in its folder."""
-    metrics, validation = read_lines(run / "metrics.jsonl"), read_lines(run / "validation.jsonl")
+    metrics, validation = read_records(run / "metrics.jsonl"), read_records(run / "validation.jsonl")
     if not metrics:
         raise FileNotFoundError(f"{run / 'metrics.jsonl'} holds no records; pass the folder of a training run")
     figure, (losses, keep, error) = plot(14, 3.4, panels=3)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shiva.core.options import unknown_key
+
 Text = dict[str, Tensor]
 """What a family's prompts become, each tensor with the batch first."""
 Size = tuple[int, int]
@@ -28,6 +30,8 @@ class Family:
         self.length = {} if text_length is None else {"max_sequence_length": text_length}
         self.empty: Text = {}
         """The empty prompt, a batch of one; kept when the text encoders go."""
+        self._ids: dict[torch.Size, Tensor] = {}
+        """Position ids by the shape of latents, one tensor each: the backbone reads the grid off it once."""
 
     # -- to tensors ----------------------------------------------------------------------------------
 
@@ -126,3 +130,125 @@ def padded(hidden: Tensor, mask: Tensor | None, length: int) -> Text:
     mask = hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
     missing = length - hidden.shape[1]
     return {"hidden": F.pad(hidden, (0, 0, 0, missing)), "mask": F.pad(mask, (0, missing))}
+
+
+class SD3Family(Family):
+    text_encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
+
+    def prompts(self, prompts: list[str]) -> Text:
+        unguided: Any = {"do_classifier_free_guidance": False, **self.length}
+        hidden, _, pooled, _ = self.pipe.encode_prompt(prompts, None, None, **unguided)
+        return {"hidden": hidden, "pooled": pooled}
+
+    def call(self, noisy: Tensor, timestep: float, text: Text) -> dict[str, Any]:
+        prompt = {"encoder_hidden_states": text["hidden"], "pooled_projections": text["pooled"]}
+        return {"hidden_states": noisy, "timestep": times(noisy, timestep), **prompt, "return_dict": False}
+
+    def arguments(self, text: Text, empty: Text, size: Size) -> dict[str, Any]:
+        prompt = {"prompt_embeds": text["hidden"], "pooled_prompt_embeds": text["pooled"]}
+        negative = {"negative_prompt_embeds": empty["hidden"], "negative_pooled_prompt_embeds": empty["pooled"]}
+        return {**prompt, **negative, "height": size[0], "width": size[1]}
+
+
+class PixArtFamily(Family):
+    text_encoders = ("text_encoder",)
+
+    def prompts(self, prompts: list[str]) -> Text:
+        hidden, mask, _, _ = self.pipe.encode_prompt(prompts, do_classifier_free_guidance=False, **self.length)
+        return {"hidden": hidden, "mask": mask}
+
+    def call(self, noisy: Tensor, timestep: float, text: Text) -> dict[str, Any]:
+        batch, _, height, width = noisy.shape
+        added: dict[str, Tensor | None] = {"resolution": None, "aspect_ratio": None}
+        if self.transformer.config.sample_size == 128 and self.transformer.use_additional_conditions:
+            pixels = [[height * self.factor, width * self.factor]]
+            side = torch.tensor(pixels, dtype=noisy.dtype, device=noisy.device)
+            added = {"resolution": side.expand(batch, 2), "aspect_ratio": (side[:, :1] / side[:, 1:]).expand(batch, 1)}
+        prompt = {"encoder_hidden_states": text["hidden"], "encoder_attention_mask": text["mask"]}
+        where = {"timestep": times(noisy, int(timestep)), "added_cond_kwargs": added}
+        return {"hidden_states": noisy, **where, **prompt, "return_dict": False}
+
+    def arguments(self, text: Text, empty: Text, size: Size) -> dict[str, Any]:
+        return {
+            "prompt": None,
+            "negative_prompt": None,
+            "prompt_embeds": text["hidden"],
+            "prompt_attention_mask": text["mask"],
+            "negative_prompt_embeds": empty["hidden"],
+            "negative_prompt_attention_mask": empty["mask"],
+            "height": size[0],
+            "width": size[1],
+            "use_resolution_binning": False,
+        }
+
+
+class DiTFamily(Family):
+    """Class-conditional: a caption is a class name of the pipeline, or a class number."""
+
+    def prompts(self, prompts: list[str]) -> Text:
+        null = self.transformer.config.num_embeds_ada_norm
+        labels = [null if not p else int(p) if p.isdigit() else self._label(p) for p in prompts]
+        return {"label": torch.tensor(labels, device=self.transformer.device)}
+
+    def _label(self, name: str) -> int:
+        if name not in self.pipe.labels:
+            raise ValueError(unknown_key(name, self.pipe.labels, "the pipeline's list of classes"))
+        return self.pipe.labels[name]
+
+    def call(self, noisy: Tensor, timestep: float, text: Text) -> dict[str, Any]:
+        where = {"timestep": times(noisy, int(timestep)), "class_labels": text["label"]}
+        return {"hidden_states": noisy, **where, "return_dict": False}
+
+    def arguments(self, text: Text, empty: Text, size: Size) -> dict[str, Any]:
+        return {"class_labels": text["label"].tolist()}
+
+    def draw_latents(self, text: Text, size: Size, steps: int, guidance: float, seeds: Sequence[int]) -> Tensor:
+        """The pipeline gives images only; their latents are encoded again."""
+        return self.latents(self.draw(text, size, steps, guidance, seeds, "pt") * 2 - 1)
+
+
+class FluxFamily(Family):
+    text_encoders: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2")
+
+    @property
+    def patch(self) -> int:
+        return 2
+
+    def prompts(self, prompts: list[str]) -> Text:
+        hidden, pooled, _ = self.pipe.encode_prompt(prompts, None, **self.length)
+        return {"hidden": hidden, "pooled": pooled}
+
+    def call(self, noisy: Tensor, timestep: float, text: Text) -> dict[str, Any]:
+        grid = noisy.shape[-2:]
+        if grid not in self._ids:
+            rows, columns, make = grid[0] // 2, grid[1] // 2, self.pipe._prepare_latent_image_ids
+            self._ids[grid] = make(1, rows, columns, noisy.device, torch.float32)
+        guided = self.transformer.config.guidance_embeds
+        return {
+            "hidden_states": self.pipe._pack_latents(noisy, *noisy.shape),
+            "timestep": times(noisy, timestep / 1000),
+            "guidance": times(noisy, self.guidance) if guided else None,
+            "encoder_hidden_states": text["hidden"],
+            "pooled_projections": text["pooled"],
+            "txt_ids": torch.zeros(text["hidden"].shape[1], 3, device=noisy.device),
+            "img_ids": self._ids[grid],
+            "return_dict": False,
+        }
+
+    def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
+        return self.unpack(output, noisy.shape[-2], noisy.shape[-1])
+
+    @staticmethod
+    def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
+        """(B, h/2 * w/2, 4C) to (B, C, h, w)."""
+        batch, _, packed = tokens.shape
+        tokens = tokens.view(batch, height // 2, width // 2, packed // 4, 2, 2)
+        return tokens.permute(0, 3, 1, 4, 2, 5).reshape(batch, packed // 4, height, width)
+
+    def arguments(self, text: Text, empty: Text, size: Size) -> dict[str, Any]:
+        prompt = {"prompt_embeds": text["hidden"], "pooled_prompt_embeds": text["pooled"]}
+        return {**prompt, "height": size[0], "width": size[1]}
+
+    def draw_latents(self, text: Text, size: Size, steps: int, guidance: float, seeds: Sequence[int]) -> Tensor:
+        packed = self.draw(text, size, steps, guidance, seeds, "latent")
+        return self.unpack(packed, size[0] // self.factor, size[1] // self.factor)

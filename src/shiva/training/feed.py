@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,19 +20,8 @@ from shiva.training.noise import generator_of
 from shiva.training.recipe import Recipe
 from shiva.training.sections import Data
 
-
-class Items(Protocol):
-    """Samples by number."""
-
-    def __len__(self) -> int: ...
-
-    def grid(self, index: int) -> Grid: ...
-
-    def read(self, indices: Sequence[int]) -> Any:
-        """The part that a thread can do ahead: files and pixels."""
-
-    def encode(self, raw: Any) -> tuple[Tensor, Text]:
-        """The part that needs the models: latents (B, C, h, w) and text."""
+Items = ImageItems | LatentCache
+"""Samples by number: `read` is the part that a thread can do ahead, `encode` the part that needs the models."""
 
 
 @dataclass(frozen=True)

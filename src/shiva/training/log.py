@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -111,14 +112,16 @@ class Log:
             file.write(json.dumps(record) + "\n")
 
     def _read(self, name: str) -> list[dict[str, Any]]:
-        """All records; a line that a kill cut short counts as never written."""
-        path, records = self.output / f"{name}.jsonl", []
-        for line in path.read_text().splitlines() if path.exists() else ():
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return [record for record in records if isinstance(record, dict) and "step" in record]
+        return read_records(self.output / f"{name}.jsonl")
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """All records of a run; a line that a kill cut short counts as never written."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict) and "step" in record]
 
 
 # -- pictures ----------------------------------------------------------------------------------------

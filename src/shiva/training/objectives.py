@@ -21,15 +21,7 @@ from shiva.training.call import Record, as_trained, at_keep, call, dense, first_
 from shiva.training.family import Family
 from shiva.training.feed import Items
 from shiva.training.log import grid_of, heat_map
-from shiva.training.noise import (
-    Before,
-    FlowMatching,
-    MicroBatch,
-    NoiseProcess,
-    generator_of,
-    noise_process,
-    seed_of,
-)
+from shiva.training.noise import Before, FlowMatching, MicroBatch, NoiseProcess, generator_of, noise_process, seed_of
 from shiva.training.sections import Reuse, Sampling, Validation
 
 

@@ -14,6 +14,8 @@ from torch import nn
 from shiva.api import attach
 from shiva.checkpoint import ShivaCheckpoint, write_atomically, write_image
 from shiva.files import to_json
+from shiva.training import process
+from shiva.training import state as states
 from shiva.training.adapter import RunAdapter
 from shiva.training.cache import Ranks
 from shiva.training.call import begin_batch, blocks_of, check_groups, finish, trained
@@ -22,28 +24,8 @@ from shiva.training.feed import Loaded, load_ahead, prepare
 from shiva.training.log import Log
 from shiva.training.noise import MicroBatch, Moment, draw_batch, moment, seed_of
 from shiva.training.objectives import NonFiniteError, Objectives, Validator, not_finite_of, process_of
-from shiva.training.process import (
-    Interrupted,
-    any_rank,
-    choose_precision,
-    make_accelerator,
-    noted_signals,
-    sharding_of,
-    sum_gradients,
-)
 from shiva.training.recipe import Recipe
-from shiva.training.state import (
-    State,
-    check_recipe,
-    clean,
-    locked,
-    newest_state,
-    prune,
-    save_state,
-    start_from_checkpoint,
-    weights_for,
-    written_whole,
-)
+from shiva.training.state import State
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}
 
@@ -54,7 +36,9 @@ class Trainer:
     def __init__(self, recipe: Recipe, output: Path):
         self.recipe, self.output = recipe, output
         self.final = output / "checkpoint"
-        self.accelerator = make_accelerator(choose_precision(recipe.compute.precision), output, recipe.logging.wandb)
+        self.accelerator = process.make_accelerator(
+            process.choose_precision(recipe.compute.precision), output, recipe.logging.wandb
+        )
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         self.main, self.device = self.accelerator.is_main_process, self.accelerator.device
         self.micro_batches = recipe.sampling.micro_batches
@@ -63,7 +47,7 @@ class Trainer:
                 f"a global batch of {self.micro_batches} micro-batches cannot be shared by {self.world} ranks; "
                 "change sampling.batch or sampling.micro_batch"
             )
-        self.sharding = sharding_of(self.accelerator, recipe)
+        self.sharding = process.sharding_of(self.accelerator, recipe)
         self.log = Log(output, self.accelerator, recipe)
         self.groups: dict[str, list[nn.Parameter]] = {}
         self.optimizer: Any = None
@@ -75,13 +59,13 @@ class Trainer:
 
     def run(self, fresh: bool = False) -> Path:
         """Train to the end; the folder of the finished checkpoint. `fresh` discards what an earlier run left."""
-        with locked(self.output) if self.main else contextlib.nullcontext():
+        with states.locked(self.output) if self.main else contextlib.nullcontext():
             if self.main:
-                clean(self.output, fresh=fresh)
+                states.clean(self.output, fresh=fresh)
             self.accelerator.wait_for_everyone()
-            found = newest_state(self.output, self.log.say)
+            found = states.newest_state(self.output, self.log.say)
             if found is not None:
-                check_recipe(self.output, found[1].recipe, self.recipe.to_dict())
+                states.check_recipe(self.output, found[1].recipe, self.recipe.to_dict())
             if self.final.is_dir():
                 self.log.say(f"{self.final} is finished; pass --fresh to train again")
                 return self.final
@@ -92,7 +76,7 @@ class Trainer:
                 self.start_from(Path(self.recipe.start))
             self.log.begin(self.step)
             with contextlib.closing(self.log):
-                with noted_signals() as signals:
+                with process.noted_signals() as signals:
                     self.train(signals)
                 if self.main:
                     self.export()
@@ -123,8 +107,8 @@ class Trainer:
             self.family.drop_text_encoders()
         with self.session.disabled():
             dense_steps = getattr(trained(self.session).config, "dense_steps", ())
-            process = process_of(self.family, recipe.sampling, recipe.data.resolution, dense_steps)
-        self.objectives = Objectives(self.session, self.family, process, recipe.weights, recipe.distill.every)
+            noise = process_of(self.family, recipe.sampling, recipe.data.resolution, dense_steps)
+        self.objectives = Objectives(self.session, self.family, noise, recipe.weights, recipe.distill.every)
         measured = (self.prepared.held_out, self.prepared.held_out_indices, recipe.validation, recipe.reuse)
         self.validator = Validator(self.objectives, *measured, recipe.seed, self.device)
 
@@ -132,7 +116,7 @@ class Trainer:
         """Take up a saved state; its optimizer, if the coming step is of the same stage."""
         self.newest, self.step = folder, state.step
         if self.main:
-            prune(folder, self.recipe.checkpoints.keep)
+            states.prune(folder, self.recipe.checkpoints.keep)
         self.method.load_state_dict(state.method)
         self.method.load_tables(state.tables)
         self.adapter.load(state.adapter)
@@ -144,20 +128,24 @@ class Trainer:
 
     def start_from(self, run: Path) -> None:
         """Begin with what another run has learned, or a checkpoint holds."""
-        found = newest_state(run, self.log.say)
+        found = states.newest_state(run, self.log.say)
         if found is None:
-            names = start_from_checkpoint(self.method, run)
+            names = states.start_from_checkpoint(self.method, run)
             self.log.say(f"starting with {', '.join(sorted({name.partition('.')[0] for name in names}))} of {run}")
             return
         state = found[1]
-        self.method.load_state_dict(weights_for(self.method, state, self.recipe.method.get("budget")), strict=False)
+        self.method.load_state_dict(
+            states.weights_for(self.method, state, self.recipe.method.get("budget")), strict=False
+        )
         self.adapter.load(state.adapter)
         self.log.say(f"starting with the weights of {run} at its step {state.step}")
 
     def train(self, signals: list[int]) -> None:
         """All steps that are left, or those until a signal comes."""
         recipe, mine = self.recipe, range(self.rank, self.micro_batches, self.world)
-        if self.validates_after(self.step) and any_rank(self.log.lacks_validation(self.step), self.accelerator):
+        if self.validates_after(self.step) and process.any_rank(
+            self.log.lacks_validation(self.step), self.accelerator
+        ):
             self.validate()  # a run that was stopped before it could
         for loaded in load_ahead(self.prepared.feed, self.step, recipe.steps, self.micro_batches, mine):
             now = moment(recipe.stages, self.step)
@@ -168,11 +156,11 @@ class Trainer:
             numbers = self.train_step(now, loaded)
             self.step += 1
             self.log.step(self.step, now, numbers, time.perf_counter() - began)
-            stopping = any_rank(bool(signals), self.accelerator)
+            stopping = process.any_rank(bool(signals), self.accelerator)
             if now.last or stopping or self.step % recipe.checkpoints.every == 0:
                 self.save(now, numbers["loss"])
             if stopping:
-                raise Interrupted((*signals, 15)[0], self.step, self.newest)
+                raise process.Interrupted((*signals, 15)[0], self.step, self.newest)
             if self.validates_after(self.step):
                 self.validate()
 
@@ -238,7 +226,7 @@ class Trainer:
             own = (i for i, t in zip(loaded.mine, totals, strict=True) if not t["loss"].isfinite())
             raise self.not_finite(micro_batch(next(own, min(loaded.mine))))
         if self.world > 1:
-            sum_gradients(self.trained(), self.accelerator)
+            process.sum_gradients(self.trained(), self.accelerator)
         norm = self.update(now)
         return {**numbers, "gradient": norm, **self.method.readings()}
 
@@ -270,7 +258,7 @@ class Trainer:
             method = {name: t.detach().cpu().contiguous() for name, t in self.method.state_dict().items()}
             learned = (method, self.method.tables(), self.optimizer.state_dict(), self.adapter.weights())
             state = State(self.step, now.stage.name, self.recipe.to_dict(), *learned, loss)
-            self.newest = save_state(self.output / "states", state, self.recipe.checkpoints.keep)
+            self.newest = states.save_state(self.output / "states", state, self.recipe.checkpoints.keep)
         self.accelerator.wait_for_everyone()
 
     def validate(self) -> None:
@@ -295,6 +283,6 @@ class Trainer:
             adapter_weights=self.adapter.weights() or None,
         )
         write_atomically(self.output / "metrics.json", to_json(self.log.summary(self.method)))
-        with written_whole(self.final) as temporary:
+        with states.written_whole(self.final) as temporary:
             checkpoint.save_pretrained(temporary)
         self.log.say(f"done: shiva.attach(pipe, {str(self.final)!r})")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shiva.core.needs import install
-from shiva.evaluate.metrics.base import MissingWeights, Pictures, Subject, Tools, metric, pixels
+from shiva.evaluate.metrics import MissingWeights, Pictures, Subject, Tools, metric, pixels_of
 
 IDENTICAL = 100.0
 """dB that identical images count as; eight-bit images that differ at all stay below 97."""
@@ -28,7 +28,7 @@ def psnr(images: Tensor, others: Tensor) -> Tensor:
 
 def image_psnr(image: Any, other: Any) -> float:
     """Of two PIL images."""
-    return float(psnr(pixels(image)[None].double(), pixels(other)[None].double()))
+    return float(psnr(pixels_of(image)[None].double(), pixels_of(other)[None].double()))
 
 
 def cosine(images: Tensor, others: Tensor) -> Tensor:
@@ -53,21 +53,15 @@ def paired(images: Pictures, others: Pictures | None, compare: Callable[[Tensor,
     return torch.cat([compare(a, b) for a, b in images.beside(others)])
 
 
-@metric("psnr", "PSNR to dense", unit="dB", needs="dense", higher=True)
-def psnr_to_dense(subject: Subject, tools: Tools) -> Tensor:
-    return paired(subject.images, subject.dense, lambda a, b: psnr(a, b).clamp(max=IDENTICAL))
+def to_dense(name: str, title: str, compare: Callable[[Tensor, Tensor], Tensor], higher: bool, unit: str = "") -> None:
+    """Register a comparison with the dense model's images of the same prompts and noise."""
+
+    @metric(name, f"{title} to dense", unit=unit, needs="dense", higher=higher)
+    def measure(subject: Subject, tools: Tools) -> Tensor:
+        return paired(subject.images, subject.dense, compare)
 
 
-@metric("ssim", "SSIM to dense", needs="dense", higher=True)
-def ssim_to_dense(subject: Subject, tools: Tools) -> Tensor:
-    return paired(subject.images, subject.dense, ssim)
-
-
-@metric("mse", "MSE to dense", needs="dense", higher=False)
-def mse_to_dense(subject: Subject, tools: Tools) -> Tensor:
-    return paired(subject.images, subject.dense, mse)
-
-
-@metric("cosine", "cosine to dense", needs="dense", higher=True)
-def cosine_to_dense(subject: Subject, tools: Tools) -> Tensor:
-    return paired(subject.images, subject.dense, cosine)
+to_dense("psnr", "PSNR", lambda a, b: psnr(a, b).clamp(max=IDENTICAL), higher=True, unit="dB")
+to_dense("ssim", "SSIM", ssim, higher=True)
+to_dense("mse", "MSE", mse, higher=False)
+to_dense("cosine", "cosine", cosine, higher=True)

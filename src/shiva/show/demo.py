@@ -5,24 +5,92 @@ from __future__ import annotations
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from shiva.bench.environment import environment
+from shiva.bench.table import Table, environment
 from shiva.checkpoint import write_atomically, write_image
-from shiva.evaluate.candidates import slug
+from shiva.evaluate.candidates import DENSE, Candidate, read_candidates, slug
+from shiva.evaluate.checkout import BASE, TURBO, checkpoint_for, embedded, usual_run
 from shiva.evaluate.drawing import Outcome, draw, generate, load_with_arguments, quiet
 from shiva.evaluate.metrics.pixels import image_psnr
 from shiva.show import figures
-from shiva.show.glossary import meanings
-from shiva.show.page import Page, drawing
-from shiva.show.rows import Row, chosen_rows
+from shiva.show.page import Page, drawing, meanings
 from shiva.show.style import save
+
+STEPS, GUIDANCE = usual_run(BASE[0])
+
+
+@dataclass(frozen=True)
+class Row:
+    """Draws the prompts by a candidate, on a model, in so many steps."""
+
+    name: str
+    candidate: Candidate = Candidate()  # noqa: RUF009  (frozen)
+    model: Path | None = None
+    """The base model's where none is named."""
+    steps: int = STEPS
+    guidance: float = GUIDANCE
+
+    @property
+    def passes(self) -> int:
+        """Passes of the transformer over one image."""
+        return self.steps * (2 if self.guidance > 1 else 1)
+
+
+def demo_rows(base: str) -> list[Row]:
+    """At most eight: the dense model and ours beside it, then its rivals."""
+
+    def checkpoint(method: str, budget: float) -> Candidate:
+        return Candidate(checkpoint=str(checkpoint_for(base, method)), options={"budget": budget})
+
+    turbo = embedded(base).parent / TURBO[0]
+    steps, guidance = usual_run(turbo)
+    few = [Row(f"turbo in {steps} steps", model=turbo, steps=steps, guidance=guidance)] if turbo.is_dir() else []
+    return [
+        Row(DENSE),
+        Row("Sweep 40", Candidate(method="Sweep", options={"budget": 0.4})),
+        Row("Shiva 80", checkpoint("Shiva 80", 0.8)),
+        Row("Shiva 60", checkpoint("Shiva 60", 0.6)),
+        Row("Lattice 60", checkpoint("Lattice", 0.6)),
+        Row("ToMeSD", Candidate(method="ToMeSD", preset="paper")),
+        Row("fewer steps", steps=10),
+        *few,
+    ]
+
+
+def chosen_rows(methods: str | None, every: bool, steps: int | None) -> tuple[Path, list[Row], list[str]]:
+    """The model, its rows that have what they need here, and why the others are left out.
+
+    Those of the demo's list, or those of the main table of a file of candidates, dense first.
+    """
+    base = embedded(*BASE)
+    if every and methods is None:
+        methods = f"recipes/eval/{base.name}.yaml"
+        if not Path(methods).is_file():
+            raise FileNotFoundError(f"{methods} is not here; run shiva demo --all in a checkout, or pass --methods")
+    rows = demo_rows(base.name)
+    if methods is not None:
+        read = read_candidates(methods)
+        base = base if read.model is None else Path(read.model)
+        named = {DENSE: Candidate(), **{name: read.candidates[name] for name in read.of("main")}}
+        rows = [Row(name, candidate, None, read.steps, read.guidance) for name, candidate in named.items()]
+    found, left_out = [], []
+    for row in rows:
+        try:
+            row.candidate.config()
+        except FileNotFoundError as error:
+            left_out.append(f"{row.name}: {error}")
+        else:
+            model = row.model or base
+            share = 1.0 if steps is None else steps / rows[0].steps
+            found.append(replace(row, model=model, steps=max(2, round(row.steps * share))))
+    return base, found, left_out
+
 
 PROMPTS = ("pizza", "red apple", "birthday cake", "dog face", "a fox", "octopus", "sunflower", "cactus")
 TURNS = 4
@@ -90,8 +158,9 @@ def make_demo(methods: str | None, every: bool, output: Path, steps: int | None,
                     )
                 )
     made = [Drawings(row, turns[row.name]) for row in rows]
-    table = comparison(made)
-    console.print(draw_table(table, base, rows[0], len(prompts)))
+    table, dense = comparison(made), rows[0]
+    title = f"{len(prompts)} images of {base.name}, {dense.steps} steps at guidance {dense.guidance:g} where dense"
+    console.print(Table(title, HEADINGS, table).rich())
     page = draw_page(made, table, base, prompts)
     for reason in left_out:
         console.print(f"left out: {reason}", markup=False)
@@ -131,16 +200,6 @@ def comparison(made: Sequence[Drawings]) -> list[tuple[str, ...]]:
         close = "" if near is None else f"{near:.1f} dB"
         rows.append((entry.name, str(entry.row.steps), f"{share:.0%}", f"{1 / share:.2f}x", speed, time, close))
     return rows
-
-
-def draw_table(rows: Sequence[tuple[str, ...]], base: Path, dense: Row, count: int) -> Table:
-    title = f"{count} images of {base.name}, {dense.steps} steps at guidance {dense.guidance:g} where dense"
-    table = Table(title=title)
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == "method" else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def draw_page(made: Sequence[Drawings], rows: Sequence[tuple[str, ...]], base: Path, prompts: Sequence[str]) -> Page:

@@ -10,8 +10,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from shiva.bench.entries import Attached, shiva_entry, twin
-from shiva.bench.latency import interleave
+from shiva.bench.entries import Attached, interleave, shiva_entry, twin
 from shiva.bench.table import Table
 from shiva.core.options import unknown_key
 
