@@ -63,8 +63,7 @@ class FlowMatching:
     dynamic: tuple[float, float, int, int] | None = None
     """Base shift, maximal shift and the token counts they belong to, where the shift depends on the size."""
     steps: int = 1000
-    least: float = 1e-3
-    """Smallest noise level; at 0 there is nothing to predict."""
+    least: float = 1e-3  # noise level; at 0 there is nothing to predict
     levels: tuple[float, ...] = ()
     """With density "run": the noise levels at which the run's steps begin."""
     dense_steps: tuple[int, ...] = ()
@@ -105,7 +104,9 @@ class FlowMatching:
 
     def sees_all(self, timestep: float) -> bool:
         """Whether the run's step at a timestep is one that sees all tokens."""
-        return any(self.levels[step] * self.steps == timestep for step in self.dense_steps if step < len(self.levels))
+        return any(
+            level * self.steps == timestep for step, level in enumerate(self.levels) if step in self.dense_steps
+        )
 
     def advance(self, noisy: Tensor, prediction: Tensor, now: float, following: float) -> Tensor:
         """Where a step from one timestep to the next brings a sample."""
@@ -157,16 +158,15 @@ NoiseProcess = FlowMatching | VariancePreserving
 def noise_process(
     scheduler: Any, density: str, levels: Sequence[float] = (), dense_steps: Sequence[int] = ()
 ) -> NoiseProcess:
-    """The noise process of a pipeline's scheduler, or an error naming what it lacks; `levels` are those of a run, of
-    which `dense_steps` see all tokens."""
+    """That of a pipeline's scheduler, or an error naming what it lacks; at the `levels` of a run, if given."""
     config = scheduler.config
     if type(scheduler).__name__.startswith("FlowMatch"):
         dynamic = None
         if config.get("use_dynamic_shifting"):
             dynamic = (config.base_shift, config.max_shift, config.base_image_seq_len, config.max_image_seq_len)
         steps = config.num_train_timesteps
-        run = {"levels": tuple(levels), "dense_steps": tuple(dense_steps)}
-        return FlowMatching(density, float(config.shift or 1.0), dynamic, steps, **run)
+        shift, run = float(config.shift or 1.0), (tuple(levels), tuple(dense_steps))
+        return FlowMatching(density, shift, dynamic, steps, 1e-3, *run)
     if levels:
         raise ValueError(
             f"sampling.density=run follows the noise levels of a FlowMatch scheduler, and this is a "
