@@ -13,9 +13,9 @@ from torch import nn
 from shiva.api import attach
 from shiva.bench.shapes import Shape
 from shiva.bench.table import Table
-from shiva.core.cost import Flops, count
+from shiva.core.cost import Flops, count, total
 from shiva.core.method import MethodConfig
-from shiva.cost import StepRecord, total
+from shiva.cost import StepRecord
 
 TERA = 1e12
 

@@ -22,7 +22,7 @@ import transformers
 from diffusers import DiffusionPipeline
 
 from shiva.core import options
-from shiva.core.trace import Trace
+from shiva.core.context import Trace
 from shiva.cost import Summary
 from shiva.evaluate.candidates import Candidate
 from shiva.session import Session

@@ -21,7 +21,7 @@ from shiva.evaluate.drawing import draw
 from shiva.fitting import Watching, calls
 from shiva.methods.refresh import Refresh, RefreshMethod
 from shiva.ops.probe import Moves, in_few, look, regress
-from shiva.session import NOISE
+from shiva.step import NOISE
 
 
 class ProbeWatcher(Method):
