@@ -84,14 +84,14 @@ class Stack:
                 "block",
                 first + index,
                 module,
-                self.path,
-                index,
-                self.single_stream,
-                self.rotary,
                 self.outputs,
                 self.image,
                 self.text,
                 self.per_token,
+                stack=self.path,
+                index=index,
+                single_stream=self.single_stream,
+                rotary=self.rotary,
             )
             sites.append(block)
             for inner in self.inner:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import torch
@@ -49,6 +49,7 @@ class Place:
     layer: int
     """Number of its block, counted over all stacks."""
     module: nn.Module
+    _: KW_ONLY
     stack: str = "transformer_blocks"
     """The list of alike blocks it is in."""
     index: int = 0
