@@ -142,9 +142,9 @@ class Time:
 
 
 def precision_of(module: nn.Module, like: Tensor) -> torch.dtype:
-    """A module's own, which may be kept above the transformer's; the latter where its weights are quantised."""
+    """A module's own, which may be kept above the transformer's; the latter where its weights are stored in 8 bits."""
     weight = next(module.parameters(), like)
-    return weight.dtype if weight.is_floating_point() else like.dtype
+    return weight.dtype if weight.is_floating_point() and weight.itemsize > 1 else like.dtype
 
 
 @dataclass(frozen=True)
