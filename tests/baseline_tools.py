@@ -16,8 +16,8 @@ from shiva.core.cost import Flops, count
 from shiva.core.layout import Layout
 from shiva.core.method import BackboneSpec, MethodConfig
 from shiva.cost import Summary
+from shiva.ops import seeded
 from shiva.ops.merging import Matching, draw, match, partition, windows
-from shiva.ops.seeds import seeded
 from shiva.session import Session
 
 from tiny import noise
@@ -91,7 +91,7 @@ class Medium:
         counted = []
         with session:
             for step in steps:
-                monkeypatch.setattr("shiva.session.read_timestep", lambda _, step=step: timesteps[step])
+                monkeypatch.setattr("shiva.step.read_timestep", lambda _, step=step: timesteps[step])
                 counted.append(count(lambda: self.model(**self.call)))
             return session.summary(), counted
 

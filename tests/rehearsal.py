@@ -170,7 +170,7 @@ def rehearsed(
 
     monkeypatch.setattr(session, "_context", on_host)
     session.begin_run()
-    monkeypatch.setattr("shiva.session.read_timestep", lambda timestep: next(timesteps))
+    monkeypatch.setattr("shiva.step.read_timestep", lambda timestep: next(timesteps))
     watch, own = Watch(session.spec.width if training else None), Watch()
     monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: watch.to_list(tensor))
     given: dict[int, list[torch.dtype]] = {}
@@ -229,7 +229,7 @@ def train(name: str, config: Any, dtype: torch.dtype, monkeypatch: pytest.Monkey
         explore = Exploration(ratio=None, logit_noise=0.1, score_noise=0.1)
         batch = MicroBatch(clean, torch.empty_like(clean), {}, 500.0, 0, explore, Before(600.0, 2.0))
         method.begin_batch([500.0], explore)
-        monkeypatch.setattr("shiva.session.read_timestep", lambda timestep: 500.0)
+        monkeypatch.setattr("shiva.step.read_timestep", lambda timestep: 500.0)
         with here.watch:
             losses, _ = objectives.backward(batch, 1.0, lambda loss: loss.backward())
         calls = 3 + method.needs_earlier  # the teacher's, the reduced and the complete one

@@ -19,7 +19,7 @@ from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
 import shiva
 from browser import PHONE, TOO_WIDE, UNNAMED, become_a_phone, complaints, open_browser
 from reproduce import readme
-from shiva.backbones.known import known
+from shiva.backbones.patterns import known
 from shiva.evaluate.drawing import load_with_arguments
 
 from tiny import make_sd3

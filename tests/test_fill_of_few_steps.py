@@ -17,8 +17,8 @@ from shiva.core.cost import count
 from shiva.core.layout import Layout
 from shiva.core.method import BackboneSpec
 from shiva.methods.pruner import PrunerStep
+from shiva.methods.scores import lattice_scores
 from shiva.methods.shortcut import ShortcutFill
-from shiva.ops.lattice import lattice_scores
 from shiva.ops.shortcut import shortcut_flops
 from shiva.ops.topk import hard_topk
 

@@ -12,8 +12,8 @@ import shiva
 from baseline_tools import SPEC, scores
 from shiva.core.context import Exploration, StepContext
 from shiva.core.layout import Layout
-from shiva.methods.lapsum import LapSumMethod
-from shiva.ops.lapsum import lapsum_topk
+from shiva.methods.gated import LapSumMethod
+from shiva.ops.relaxed import lapsum_topk
 
 from tiny import BACKBONES, make_sd3, noise
 

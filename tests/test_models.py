@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import shiva
 from compatibility import TABLES, written
 from shiva.backbones.base import _REGISTRY, REFUSED
-from shiva.backbones.known import known
+from shiva.backbones.patterns import known
 from shiva.cli import app
 
 REPOSITORY = Path(__file__).parent.parent

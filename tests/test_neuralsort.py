@@ -11,7 +11,7 @@ from torch import nn
 
 import shiva
 from baseline_tools import scores
-from shiva.ops.neuralsort import relaxed_permutation, total_distance
+from shiva.ops.relaxed import relaxed_permutation, total_distance
 
 from tiny import noise
 

@@ -11,15 +11,14 @@ from typer.testing import CliRunner
 import shiva
 from pipelines import PIPELINES, dit
 from shiva.cli import app
-from shiva.core.layout import Layout
+from shiva.core.layout import Layout, to_prediction, to_tokens, token_mask
 from shiva.evaluate.drawing import draw, load_with_arguments
 from shiva.fitting import fit_probe
 from shiva.fitting.table import fit_table
 from shiva.methods.coredit import coherence, covering
 from shiva.methods.jit import lifted
-from shiva.ops.allocate import Cell, allocate
-from shiva.ops.prediction import to_prediction, to_tokens, token_mask
 from shiva.ops.probe import FEATURES, Moves, Probe, look, regress
+from shiva.ops.schedule import Cell, allocate
 
 from tiny import BACKBONES
 

@@ -15,7 +15,7 @@ from shiva.core.context import Earlier, Exploration
 from shiva.core.method import BackboneSpec
 from shiva.methods import shiva as shiva_module
 from shiva.ops.fill import geometric_age, stale_updates
-from shiva.ops.router import ContextRouter
+from shiva.ops.networks import ContextRouter
 from shiva.ops.topk import Selection
 from shiva.training.noise import FlowMatching, VariancePreserving
 from shiva.training.recipe import recipe_from

@@ -15,7 +15,7 @@ from PIL import Image, ImageChops
 
 from browser import PHONE, TOO_WIDE, UNNAMED, become_a_phone, complaints, open_browser, requested
 from shiva.cli.short import report
-from shiva.core.trace import Trace
+from shiva.core.context import Trace
 from shiva.show import figures
 from shiva.show.demo import chosen_rows, demo_rows
 from shiva.show.documents import figure_of

@@ -7,10 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shiva.core.context import normalized_distance
 from shiva.core.cost import CostModel, Flops, SiteCost
-from shiva.ops.losses import BudgetController, normalized_distance
-from shiva.ops.policy import FiLMPolicy, RatioPolicy
-from shiva.ops.router import ContextRouter, RouterBank, group_size
+from shiva.ops.networks import BudgetController, ContextRouter, FiLMPolicy, RatioPolicy, RouterBank, group_size
 from shiva.ops.schedule import RatioSchedule
 
 

@@ -19,8 +19,8 @@ from shiva.core.layout import Layout
 from shiva.core.method import MethodConfig
 from shiva.cost import StepRecord
 from shiva.methods.sdtm import SDTMRun, blended, detail_matching, structure_matching
+from shiva.ops import seeded
 from shiva.ops.merging import draw, merge, unmerge, windows
-from shiva.ops.seeds import seeded
 
 from tiny import BACKBONES, call_sd3, make_sd3, noise
 

@@ -13,9 +13,7 @@ from baseline_tools import scores
 from shiva.core.context import Exploration
 from shiva.core.reduction import select
 from shiva.methods.gated import input_gates
-from shiva.ops.lapsum import lapsum_topk
-from shiva.ops.neuralsort import neuralsort_topk
-from shiva.ops.soft_topk import soft_topk
+from shiva.ops.relaxed import lapsum_topk, neuralsort_topk, soft_topk
 from shiva.ops.topk import hard_topk, inclusion
 
 from method_table import METHODS

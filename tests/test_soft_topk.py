@@ -10,7 +10,7 @@ import torch
 
 import shiva
 from baseline_tools import scores
-from shiva.ops.soft_topk import largest_cost, soft_topk
+from shiva.ops.relaxed import largest_cost, soft_topk
 
 from tiny import noise
 

@@ -10,7 +10,7 @@ import shiva
 from shiva.core.context import Exploration
 from shiva.core.method import BackboneSpec
 from shiva.methods.shiva import ShivaMethod
-from shiva.ops.losses import BudgetController
+from shiva.ops.networks import BudgetController
 from shiva.ops.schedule import RatioSchedule
 from shiva.training.noise import strata
 from shiva.training.sections import Stage

@@ -13,9 +13,7 @@ from reproduce.bench.pages import seconds
 from shiva.bench.entries import Timing, timed
 from shiva.bench.table import Table
 from shiva.core.reduction import flat_rows, gather
-from shiva.ops.lapsum import lapsum_topk
-from shiva.ops.neuralsort import neuralsort_topk, relaxed_permutation
-from shiva.ops.soft_topk import soft_topk
+from shiva.ops.relaxed import lapsum_topk, neuralsort_topk, relaxed_permutation, soft_topk
 from shiva.ops.softrank import soft_rank
 from shiva.ops.topk import hard_topk, straight_through
 

@@ -19,8 +19,7 @@ from shiva.bench.entries import interleave, twin
 from shiva.bench.shapes import Shape
 from shiva.bench.table import Table
 from shiva.core.context import Exploration
-from shiva.core.method import MethodConfig
-from shiva.core.trainable import Trainable
+from shiva.core.method import MethodConfig, Trainable
 from shiva.methods import DiffCR, DyDiT, NeuralSort, Shiva, SparseDiT
 from shiva.training.adapter import adapter_config, adapter_parameters, add_adapter
 from shiva.training.call import begin_batch

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from reproduce.claims.common import Claim, Result, judge, main, progress, spread
-from shiva.ops.losses import BudgetController
-from shiva.ops.policy import RatioPolicy
+from shiva.ops.networks import BudgetController, RatioPolicy
 from shiva.training.noise import strata
 
 LAYERS, TARGET, START, BATCH, STEPS = 24, 0.6, 0.8, 16, 700

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.func import functional_call, jvp
 
 from reproduce.claims.common import Claim, Result, judge, main, progress, shown, spread
-from shiva.ops.policy import POLICIES, FiLMPolicy, RatioPolicy, sinusoidal
+from shiva.ops.networks import POLICIES, FiLMPolicy, RatioPolicy, sinusoidal
 
 LAYERS = 24
 TIMES = torch.linspace(20, 1000, 50)

@@ -41,7 +41,7 @@ from shiva.evaluate.drawing import draw, load_with_arguments
 from shiva.evaluate.metrics.pixels import image_psnr
 from shiva.evaluate.prompts import read_prompts
 from shiva.fitting import Fitted, fit
-from shiva.methods.lattice import LatticeMethod
+from shiva.methods.rules import LatticeMethod
 from shiva.ops.topk import hard_topk
 from shiva.show.style import PALETTE
 

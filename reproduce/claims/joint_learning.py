@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from reproduce.claims.common import Claim, Result, generator, judge, main, progress, shown, spread
-from shiva.ops.router import ContextRouter
+from shiva.ops.networks import ContextRouter
 from shiva.ops.topk import Selection, input_gated, select_tokens
 
 TOKENS, WIDTH, SIGNAL, START = 100, 16, 20, 50.0

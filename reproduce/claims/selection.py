@@ -29,7 +29,7 @@ from reproduce.claims.common import ROOT, Claim, Result, Verdict, generator, mai
 from reproduce.claims.embedded import KEEP, Stats, Variant, arguments, bench_of, over_seeds, table
 from reproduce.claims.trained_block import load
 from shiva.evaluate.metrics.pixels import image_psnr
-from shiva.methods.sweep import OLDEST_FIRST
+from shiva.methods.rules import OLDEST_FIRST
 
 ROUTERS = {"output": Variant(policy=True), "input (paper)": Variant({"estimator": "input"}, policy=True)}
 RANKINGS = {

@@ -28,10 +28,9 @@ from reproduce.claims.directions import Gating
 from reproduce.claims.estimators import compare, estimator_table, pooled
 from reproduce.claims.estimators import draw as draw_estimators
 from shiva.backbones.base import backbone_of
-from shiva.core.context import StepContext
+from shiva.core.context import StepContext, normalized_distance
 from shiva.core.method import BackboneSpec, Method, MethodConfig, Place
 from shiva.core.reduction import Reduction
-from shiva.ops.losses import normalized_distance
 from shiva.ops.topk import token_count
 
 PROMPTS = (

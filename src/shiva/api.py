@@ -148,7 +148,8 @@ def session_of(target: Any) -> Session | None:
     """The session at work in a pipeline or transformer, if there is one."""
     registry = getattr(transformer_of(target), "_diffusers_hook", None)
     hook = registry.get_hook(HOOK) if isinstance(registry, HookRegistry) else None
-    return hook.session if isinstance(hook, RootHook) else None
+    session = hook.session if isinstance(hook, RootHook) else None
+    return session if isinstance(session, Session) else None
 
 
 def detach(target: Any) -> None:

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 import shiva.methods  # noqa: F401  (a checkpoint names its method: each registers its config)
 from shiva.adapter import AttachedAdapter
 from shiva.core import options
-from shiva.core.method import BackboneSpec, MethodConfig
+from shiva.core.method import BackboneSpec, MethodConfig, Trainable
 from shiva.core.options import Ratio
-from shiva.core.trainable import Trainable
 from shiva.files import compare, finite, inside, read_json, read_tensors, to_json
 
 FORMAT = 1

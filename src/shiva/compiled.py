@@ -97,7 +97,7 @@ class CudaRecorder:
 
 
 @dataclass
-class Recording:
+class RecordedStep:
     """A step's graph with the memory it reads and writes."""
 
     inputs: list[Tensor]
@@ -111,7 +111,7 @@ class GraphRunner:
 
     def __init__(self, session: Session, recorder: Recorder):
         self.session, self.recorder = session, recorder
-        self.recordings: dict[Hashable, Recording] = {}
+        self.recordings: dict[Hashable, RecordedStep] = {}
 
     def __call__(self, ctx: StepContext, call: Call) -> Any:
         if not ctx.counts:
@@ -138,14 +138,14 @@ class GraphRunner:
         ctx.kept, ctx.ran, ctx.now = dict(recording.ctx.kept), recording.ctx.ran, recording.ctx.now
         return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, recording.output)
 
-    def _record(self, ctx: StepContext, leaves: list[Any], structure: Any) -> Recording:
+    def _record(self, ctx: StepContext, leaves: list[Any], structure: Any) -> RecordedStep:
         static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         call = tree_unflatten(static, structure)
         call["return_dict"] = False
         program = self.session.program(ctx, **call)
         with torch.no_grad():
             replay, output = self.recorder.record(lambda: program(**call))
-        return Recording([leaf for leaf in static if isinstance(leaf, Tensor)], replay, output, ctx)
+        return RecordedStep([leaf for leaf in static if isinstance(leaf, Tensor)], replay, output, ctx)
 
 
 def use_graphs(session: Session, recorder: Recorder | None = None) -> bool:

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import io
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,21 +19,10 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shiva.backbones.base import Call, Site
+from shiva.compat import caches_off, offloading_off, plain_linears
 from shiva.core.context import StepContext
-from shiva.core.cost import ZERO, Flops, SiteCost, count
+from shiva.core.cost import ZERO, Flops, SiteCost, count, total
 from shiva.core.reduction import Reduction
-
-
-def tensor_bytes(state: Any) -> int:
-    """Memory of the tensors that a method's state holds."""
-    if dataclasses.is_dataclass(state):
-        return sum(tensor_bytes(getattr(state, f.name)) for f in dataclasses.fields(state))
-    if isinstance(state, dict):
-        return sum(map(tensor_bytes, state.values()))
-    return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
-
-
-# -- prices ------------------------------------------------------------------------------------------
 
 
 def to_meta(value: Any) -> Any:
@@ -138,7 +128,33 @@ def site_costs(
     return costs
 
 
+def price(
+    transformer: nn.Module,
+    example: Call,
+    sites: Sequence[Site],
+    shapes: StepContext,
+    keys: Keys,
+    probed: AbstractContextManager[Mapping[str, Call]],
+) -> tuple[Flops, dict[str, SiteCost]]:
+    """FLOPs of a call run dense, and of each site in it; inside `probed` the sites' own calls are collected."""
+    with contextlib.ExitStack() as stack:
+        calls = stack.enter_context(probed)
+        for aside in (caches_off, offloading_off, plain_linears):
+            stack.enter_context(aside(transformer))
+        dense = count(lambda: meta_call(transformer, **example))
+        return dense, site_costs(sites, calls, shapes, keys)
+
+
 # -- a run -------------------------------------------------------------------------------------------
+
+
+def tensor_bytes(state: Any) -> int:
+    """Memory of the tensors that a method's state holds."""
+    if dataclasses.is_dataclass(state):
+        return sum(tensor_bytes(getattr(state, f.name)) for f in dataclasses.fields(state))
+    if isinstance(state, dict):
+        return sum(map(tensor_bytes, state.values()))
+    return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
 
 
 @dataclass(frozen=True)
@@ -154,10 +170,6 @@ class StepRecord:
     """What the method itself spent."""
     frozen: bool = False
     """Whether reference tokens did not run."""
-
-
-def total(flops: Iterable[Flops]) -> Flops:
-    return sum(flops, ZERO)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from shiva.core.context import Held, StepContext
 from shiva.core.reduction import Reduction, Streams
 
 if TYPE_CHECKING:
-    from shiva.session import Session
+    from shiva.step import Stepper
 
 logger = logging.getLogger("shiva")
 
@@ -38,7 +38,7 @@ class RootHook(ModelHook):
 
     _is_stateful = True
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Stepper):
         super().__init__()
         self.session = session
         self.announced = StateManager(NoState)
@@ -78,7 +78,7 @@ def call_beneath(
 class SiteHook(ModelHook):
     """Around a block, attention or FFN: hands its image tokens to the method."""
 
-    def __init__(self, session: Session, site: Site):
+    def __init__(self, session: Stepper, site: Site):
         super().__init__()
         self.session = session
         self.site = site
@@ -149,7 +149,7 @@ class SiteHook(ModelHook):
 class Hooks:
     """All hooks of a session: put on, settled at each run, taken off without a trace."""
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Stepper):
         self.session = session
         self.calls: dict[str, Call] | None = None
         """Arguments of each site's latest call, while they are `probed`."""

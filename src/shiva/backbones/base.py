@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shiva.backbones.per_token import Chosen, PerTokens
 from shiva.core.context import StepContext
 from shiva.core.layout import Layout
-from shiva.core.method import BackboneSpec, SiteKind
+from shiva.core.method import BackboneSpec, Place, SiteKind
 from shiva.core.reduction import Reduction, Streams
 
 TextPlace = Literal["apart", "leads", "trails"]
@@ -34,15 +34,9 @@ def bind(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 @dataclass(frozen=True)
-class Site:
+class Site(Place):
     """One place where image tokens may be reduced: a block, an attention or an FFN."""
 
-    name: str
-    """Path of the module inside the transformer."""
-    kind: SiteKind
-    layer: int
-    """Number of its block, counted over all stacks."""
-    module: nn.Module
     outputs: tuple[str, ...] = ("image",)
     """The streams the module returns, in its order; a lone stream comes without a tuple."""
     image: str = "hidden_states"
@@ -51,14 +45,6 @@ class Site:
     """Whether the image argument is one sequence with the text, and which comes first."""
     per_token: PerTokens = field(default_factory=dict)
     """Arguments with a row for each token, and how each is cut to the tokens that run."""
-    stack: str = "transformer_blocks"
-    """The list of alike blocks it is in."""
-    index: int = 0
-    """Its block's place in the stack."""
-    single_stream: bool = False
-    """Its block fuses text with image, and attention with the FFN."""
-    rotary: bool = False
-    """Positions enter at every attention, as rows of a rotary table."""
     names: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shiva.backbones.base import Backbone, Call, Signals, Site, TextPlace, key_sites, parameter_names
+from shiva.backbones.base import (
+    REFUSED,
+    Backbone,
+    Call,
+    Signals,
+    Site,
+    TextPlace,
+    key_sites,
+    parameter_names,
+    registered,
+)
 from shiva.backbones.per_token import PerTokens
 from shiva.core.layout import Layout
 from shiva.core.method import BackboneSpec, SiteKind
@@ -31,7 +42,9 @@ class Inner:
     """Where the text is in what its projections to keys and values are given; None if they cannot be whole."""
 
     def sites(self, block: Site) -> list[Site]:
-        """The sub-layer and its projections; these alone where its kind is "keys"."""
+        """The sub-layer and its projections; these alone where its kind is "keys", none where a block lacks it."""
+        if getattr(block.module, self.name) is None:
+            return []
         site = block.inside(
             self.name,
             self.kind,
@@ -75,10 +88,10 @@ class Stack:
                 self.image,
                 self.text,
                 self.per_token,
-                self.path,
-                index,
-                self.single_stream,
-                self.rotary,
+                stack=self.path,
+                index=index,
+                single_stream=self.single_stream,
+                rotary=self.rotary,
             )
             sites.append(block)
             for inner in self.inner:
@@ -94,9 +107,9 @@ class Stack:
 
 
 def last_width(module: nn.Module) -> int:
-    """How wide a module's output is, by the last linear layer in it."""
-    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "out_features")]
-    return layers[-1].out_features
+    """How wide a module's output is, by the last linear layer or table in it."""
+    widths = (getattr(layer, "out_features", getattr(layer, "embedding_dim", None)) for layer in module.modules())
+    return [width for width in widths if width is not None][-1]
 
 
 @dataclass(frozen=True)
@@ -129,9 +142,9 @@ class Time:
 
 
 def precision_of(module: nn.Module, like: Tensor) -> torch.dtype:
-    """A module's own, which may be kept above the transformer's; the latter where its weights are quantised."""
+    """A module's own, which may be kept above the transformer's; the latter where its weights are stored in 8 bits."""
     weight = next(module.parameters(), like)
-    return weight.dtype if weight.is_floating_point() else like.dtype
+    return weight.dtype if weight.is_floating_point() and weight.itemsize > 1 else like.dtype
 
 
 @dataclass(frozen=True)
@@ -140,7 +153,7 @@ class Prompt:
 
     argument: str = "encoder_hidden_states"
     through: tuple[str, ...] = ()
-    """Paths of the modules that project it, in order."""
+    """Paths of the modules that project it, in order; one that a transformer does without is None there."""
     mask: str | None = None
     """The argument (B, T) that is zero where text is padded."""
     config: str | None = None
@@ -154,7 +167,8 @@ class Prompt:
     def __call__(self, transformer: Any, call: Call) -> Tensor:
         text: Tensor = call[self.argument]
         for path in self.through:
-            text = transformer.get_submodule(path)(text)
+            projection = functools.reduce(getattr, path.split("."), transformer)
+            text = text if projection is None else projection(text)
         if text.ndim == 2:
             return text
         text = text.flatten(2, -2).mean(dim=2) if text.ndim > 3 else text
@@ -189,6 +203,8 @@ class PatternBackbone(Backbone):
     width: str | None = None
     """Of the transformer's config; None if it is heads times their width."""
     head_width: str = "attention_head_dim"
+    variant: Callable[[Any], str] = lambda config: ""
+    """Of the transformer's config, what tells apart models of the same class and sizes."""
     notes: str = ""
     priced_by_running: bool = False
     unpriced: tuple[str, ...] = ()
@@ -212,6 +228,7 @@ class PatternBackbone(Backbone):
             time_width=self.time.width(transformer),
             prompt_width=self.prompt.width(transformer),
             heads=heads,
+            variant=self.variant(config),
         )
 
     def layout(self, transformer: Any, call: Call) -> Layout:
@@ -233,3 +250,42 @@ class PatternBackbone(Backbone):
 
     def is_extra(self, call: Call) -> bool:
         return any(call.get(name, usual) not in (usual, None) for name, usual in self.extra.items())
+
+
+# -- what is supported, told from the registry itself --------------------------------------------------
+
+
+class Known(NamedTuple):
+    """A transformer class, as a user would ask for it."""
+
+    name: str
+    blocks: str
+    """Its stacks of blocks, and how image and text go through them."""
+    reduced: str
+    """Kinds of site at which methods may act."""
+    notes: str
+
+
+def known() -> list[Known]:
+    """Every registered transformer class."""
+    return [describe(name, backbone) for name, backbone in registered().items()]
+
+
+def describe(name: str, backbone: Backbone) -> Known:
+    if not isinstance(backbone, PatternBackbone):
+        return Known(name, "its own code", "blocks, attention, ffn, keys", backbone.notes)
+    blocks = ", ".join(f"{stack.path} ({stack.pattern})" for stack in backbone.stacks)
+    kinds = [{inner.kind for inner in stack.inner} for stack in backbone.stacks]
+    found = [kind for kind in ("attention", "cross_attention", "ffn") if any(kind in inner for inner in kinds)]
+    keyed = all(any(inner.keys for inner in stack.inner) for stack in backbone.stacks)
+    reduced = ["blocks", *found, *(["keys"] if keyed else [])]
+    return Known(name, blocks, ", ".join(reduced).replace("_", " "), backbone.notes)
+
+
+def as_markdown() -> str:
+    """The tables of docs/compatibility.md."""
+    lines = ["| class | blocks | reduced | notes |", "|---|---|---|---|"]
+    lines += [f"| `{entry.name}` | {entry.blocks} | {entry.reduced} | {entry.notes} |" for entry in known()]
+    lines += ["", "| refused | why |", "|---|---|"]
+    lines += [f"| `{name}` | {reason} |" for name, reason in REFUSED.items()]
+    return "\n".join(lines) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from shiva.backbones.base import Call, register
@@ -13,16 +14,19 @@ from shiva.core.layout import Layout
 CLIP = Latents("BCFHW")
 CROSS, FFN = Inner("attn2", "cross_attention"), Inner("ff", "ffn")
 
+
+def crossed(path: str, block: PerTokens, attention: PerTokens, ffn: Inner = FFN) -> Stack:
+    """Blocks with attention over the clip, then to the text, then a feed-forward."""
+    inner = Inner("attn1", "attention", per_token=attention, keys="apart")
+    return Stack(path, per_token=block, inner=(inner, CROSS, ffn))
+
+
+WAN_FFN = Inner("ffn", "ffn")
+
 WAN_ROPE: PerTokens = {"rotary_emb": Rope()}
 WAN = PatternBackbone(
     transformers=("WanTransformer3DModel", "WanVACETransformer3DModel"),
-    stacks=(
-        Stack(
-            "blocks",
-            per_token={**WAN_ROPE, "temb": Rows(only_with_axes=4)},
-            inner=(Inner("attn1", "attention", per_token=WAN_ROPE, keys="apart"), CROSS, Inner("ffn", "ffn")),
-        ),
-    ),
+    stacks=(crossed("blocks", {**WAN_ROPE, "temb": Rows(only_with_axes=4)}, WAN_ROPE, WAN_FFN),),
     grid=GivenFrames(CLIP),
     layout_reads=("timestep",),
     clock="scheduler",
@@ -32,36 +36,20 @@ WAN = PatternBackbone(
 )
 
 SKYREELS_ATTENTION: PerTokens = {**WAN_ROPE, "attention_mask": SquareMask()}
-SKYREELS = PatternBackbone(
+SKYREELS_BLOCK: PerTokens = {**SKYREELS_ATTENTION, "temb": Rows(axis=2, only_with_axes=4)}
+SKYREELS = replace(
+    WAN,
     transformers=("SkyReelsV2Transformer3DModel",),
-    stacks=(
-        Stack(
-            "blocks",
-            per_token={**SKYREELS_ATTENTION, "temb": Rows(axis=2, only_with_axes=4)},
-            inner=(
-                Inner("attn1", "attention", per_token=SKYREELS_ATTENTION, keys="apart"),
-                CROSS,
-                Inner("ffn", "ffn"),
-            ),
-        ),
-    ),
+    stacks=(crossed("blocks", SKYREELS_BLOCK, SKYREELS_ATTENTION, WAN_FFN),),
     grid=CLIP,
-    clock="scheduler",
-    time=WAN.time,
-    prompt=WAN.prompt,
+    layout_reads=(),
     notes="not asynchronous diffusion forcing, whose steps cannot be told apart",
 )
 
 LTX_ROPE: PerTokens = {"image_rotary_emb": Rope()}
 LTX = PatternBackbone(
     transformers=("LTXVideoTransformer3DModel",),
-    stacks=(
-        Stack(
-            "transformer_blocks",
-            per_token={**LTX_ROPE, "temb": Rows()},
-            inner=(Inner("attn1", "attention", per_token=LTX_ROPE, keys="apart"), CROSS, FFN),
-        ),
-    ),
+    stacks=(crossed("transformer_blocks", {**LTX_ROPE, "temb": Rows()}, LTX_ROPE),),
     grid=GivenFrames(Told()),
     layout_reads=("timestep", "video_coords"),
     clock="scheduler",
@@ -69,7 +57,8 @@ LTX = PatternBackbone(
     prompt=Prompt(through=("caption_projection",), mask="encoder_attention_mask"),
 )
 
-LTX2 = PatternBackbone(
+LTX2 = replace(
+    LTX,
     transformers=("LTX2VideoTransformer3DModel",),
     stacks=(
         Stack(
@@ -96,11 +85,6 @@ LTX2 = PatternBackbone(
             ),
         ),
     ),
-    grid=GivenFrames(Told()),
-    layout_reads=("timestep", "video_coords"),
-    clock="scheduler",
-    time=Time("time_embed.emb.time_proj", "time_embed.emb.timestep_embedder"),
-    prompt=Prompt(through=("caption_projection",), mask="encoder_attention_mask"),
     extra={"isolate_modalities": False, "spatio_temporal_guidance_blocks": None, "perturbation_mask": None},
     notes="the video stream; audio runs whole, and with attends='selected' sees the video tokens that run",
 )
@@ -195,20 +179,15 @@ MOCHI = PatternBackbone(
     prompt=Prompt(through=("time_embed.caption_proj",), mask="encoder_attention_mask"),
 )
 
+COSMOS_BLOCK: PerTokens = {
+    **IMAGE_ROPE,
+    "embedded_timestep": Rows(only_with_axes=3),
+    "temb": Rows(only_with_axes=3),
+    "extra_pos_emb": Rows(),
+}
 COSMOS = PatternBackbone(
     transformers=("CosmosTransformer3DModel",),
-    stacks=(
-        Stack(
-            "transformer_blocks",
-            per_token={
-                **IMAGE_ROPE,
-                "embedded_timestep": Rows(only_with_axes=3),
-                "temb": Rows(only_with_axes=3),
-                "extra_pos_emb": Rows(),
-            },
-            inner=(Inner("attn1", "attention", per_token=IMAGE_ROPE, keys="apart"), CROSS, FFN),
-        ),
-    ),
+    stacks=(crossed("transformer_blocks", COSMOS_BLOCK, IMAGE_ROPE),),
     grid=GivenFrames(CLIP),
     layout_reads=("timestep",),
     clock="scheduler",

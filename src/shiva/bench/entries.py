@@ -20,7 +20,7 @@ from shiva.bench.shapes import Shape
 from shiva.core.cost import Flops, count
 from shiva.core.method import Method, MethodConfig
 from shiva.methods import Lattice, Shiva, ShivaMethod, Sweep
-from shiva.ops.policy import logit
+from shiva.ops.networks import logit
 from shiva.ops.schedule import RatioSchedule
 from shiva.session import Session
 

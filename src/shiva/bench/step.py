@@ -15,9 +15,9 @@ from shiva.api import attach
 from shiva.bench.entries import Attached, Entry, count_step, interleave, twin
 from shiva.bench.shapes import Shape
 from shiva.bench.table import Table
-from shiva.core.cost import Flops, count
+from shiva.core.cost import Flops, count, total
 from shiva.core.method import MethodConfig
-from shiva.cost import StepRecord, total
+from shiva.cost import StepRecord
 
 DENSE = "dense"
 

@@ -35,7 +35,7 @@ def demo(
 def models(markdown: Annotated[bool, typer.Option(help="Print the table of docs/compatibility.md")] = False) -> None:
     """List the transformers that can be reduced, and those that cannot, with the reason."""
     from shiva.backbones.base import REFUSED
-    from shiva.backbones.known import as_markdown, known
+    from shiva.backbones.patterns import as_markdown, known
 
     if markdown:
         typer.echo(as_markdown(), nl=False)

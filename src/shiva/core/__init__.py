@@ -2,9 +2,8 @@
 
 from shiva.core.context import Exploration, Recording, StepContext
 from shiva.core.layout import Layout
-from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, unify_guidance
+from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, Trainable, unify_guidance
 from shiva.core.reduction import Reduction, Streams, select
-from shiva.core.trainable import Trainable
 
 __all__ = [
     "BackboneSpec",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,10 @@ class Flops:
 
 
 ZERO = Flops(0.0, 0.0)
+
+
+def total(flops: Iterable[Flops]) -> Flops:
+    return sum(flops, ZERO)
 
 
 class AttentionCounter(TorchFunctionMode):

@@ -17,16 +17,17 @@ A transformer call meets a method at these places, in this order; a method overr
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shiva.core import options
-from shiva.core.context import StepContext
+from shiva.core.context import Exploration, StepContext
 from shiva.core.layout import Layout
 from shiva.core.reduction import Reduction, Streams
 
@@ -38,44 +39,29 @@ Run: TypeAlias = Callable[[Tensor, "Reduction | None"], Streams]
 """Runs the site on image tokens (B, K, D); None for the reduction means all of them, in order."""
 
 
-class Place(Protocol):
-    """Where in the network a method is being asked: a `Site` of a backbone."""
+@dataclass(frozen=True)
+class Place:
+    """Where in the network a method is being asked; a backbone's `Site` also knows how to run it."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def kind(self) -> SiteKind: ...
-    @property
-    def layer(self) -> int:
-        """Number of its block, counted over all stacks."""
-        ...
-
-    @property
-    def stack(self) -> str:
-        """The list of alike blocks it is in."""
-        ...
-
-    @property
-    def index(self) -> int:
-        """Its block's place in the stack."""
-        ...
-
-    @property
-    def single_stream(self) -> bool:
-        """Its block fuses text with image, and attention with the FFN."""
-        ...
-
-    @property
-    def rotary(self) -> bool:
-        """Positions enter at every attention, as rows of a rotary table."""
-        ...
-
-    @property
-    def module(self) -> nn.Module: ...
+    name: str
+    """Path of the module inside the transformer."""
+    kind: SiteKind
+    layer: int
+    """Number of its block, counted over all stacks."""
+    module: nn.Module
+    _: KW_ONLY
+    stack: str = "transformer_blocks"
+    """The list of alike blocks it is in."""
+    index: int = 0
+    """Its block's place in the stack."""
+    single_stream: bool = False
+    """Its block fuses text with image, and attention with the FFN."""
+    rotary: bool = False
+    """Positions enter at every attention, as rows of a rotary table."""
 
     def references(self, rest: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """Reference tokens before and after the image, of what its argument holds beside it, (B, R, D)."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -132,6 +118,7 @@ class Method(nn.Module):
         super().__init__()
         self.config: Any = config
         self.spec = spec
+        self.guidance = getattr(config, "guidance", self.guidance)
         self.eval()
 
     def __repr__(self) -> str:
@@ -247,3 +234,61 @@ def unify_guidance(scores: Tensor, policy: GuidancePolicy, ctx: StepContext) -> 
     first, second = scores.chunk(2)
     joint = torch.maximum(first, second) if policy == "max" else first
     return torch.cat([joint, joint])
+
+
+Self = TypeVar("Self", bound="Trainable")
+
+
+class Trainable(Method):
+    """A method whose weights, or whose adapter, are learned."""
+
+    needs_updates: bool = False
+    """Whether training must provide the dense pass's updates, in `ctx.teacher`."""
+    needs_earlier: bool = False
+    """Whether training must provide those of an earlier step too, in `ctx.teacher.earlier`."""
+    trained: bool = False
+    """Whether its weights were loaded, or are being trained."""
+    untrained: ClassVar[str] = (
+        "chooses tokens by untrained weights; attach a trained checkpoint, or shiva.Sweep, which needs no training"
+    )
+    """What a user should know who attached it without any."""
+
+    def train(self: Self, mode: bool = True) -> Self:
+        self.trained = self.trained or mode
+        return super().train(mode)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.trained = True
+        return super().load_state_dict(*args, **kwargs)
+
+    def groups(self) -> dict[str, list[nn.Parameter]]:
+        """What a stage of training may choose to train, by name."""
+        return {"router": list(self.parameters())} if any(True for _ in self.parameters()) else {}
+
+    def begin_batch(self, timesteps: Sequence[float], explore: Exploration) -> None:
+        """The timestep of each micro-batch of the global batch, before the first of them runs.
+
+        Every rank is told all of them, so what depends on time alone needs no communication.
+        """
+
+    def losses(self, ctx: StepContext) -> dict[str, Tensor]:
+        """The method's own objectives of a call, by name."""
+        return {}
+
+    def readings(self) -> dict[str, float]:
+        """Numbers of its state that a training log should show."""
+        return {}
+
+    def at_keep(self, keep: float) -> contextlib.AbstractContextManager[None] | None:
+        """A context that keeps this share everywhere, for measuring; None where the method has no such knob."""
+        return None
+
+    def finish(self) -> None:
+        """Turn what was learned so far into what inference reads, such as a policy into its table."""
+
+    def tables(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold beside the weights, such as a compiled schedule."""
+        return {}
+
+    def load_tables(self, tables: dict[str, Tensor]) -> None:
+        """The reverse of `tables`."""

@@ -24,8 +24,7 @@ from shiva.backbones.base import bind, parameter_names
 from shiva.bench.entries import Timing, interleave
 from shiva.bench.table import environment
 from shiva.checkpoint import write_atomically
-from shiva.core.cost import Flops, counting
-from shiva.cost import total
+from shiva.core.cost import Flops, counting, total
 from shiva.evaluate.candidates import Candidate, slug
 from shiva.evaluate.images import Run
 from shiva.evaluate.rivals import scheduled

@@ -24,8 +24,8 @@ import transformers
 from diffusers import DiffusionPipeline
 
 from shiva.core import options
+from shiva.core.context import Trace
 from shiva.core.needs import install
-from shiva.core.trace import Trace
 from shiva.cost import Summary
 from shiva.evaluate.candidates import Candidate
 

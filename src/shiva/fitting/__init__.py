@@ -25,11 +25,11 @@ from shiva.core.context import StepContext
 from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, Run
 from shiva.core.reduction import Reduction, Streams
 from shiva.evaluate.drawing import draw
-from shiva.methods.lattice import Lattice
 from shiva.methods.refresh import Refresh
+from shiva.methods.rules import Lattice
 from shiva.ops.probe import Moves, in_few, look, regress
 from shiva.ops.shortcut_fit import NormalEquations
-from shiva.session import NOISE
+from shiva.step import NOISE
 
 HELD_OUT = 5
 """Of so many prompts, one judges the fit instead of making it."""

@@ -19,13 +19,11 @@ from torch import Tensor
 from shiva.api import attach
 from shiva.backbones.base import backbone_of
 from shiva.compat import transformer_of
-from shiva.core.method import Method, MethodConfig
-from shiva.core.trainable import Trainable
+from shiva.core.method import Method, MethodConfig, Trainable
 from shiva.evaluate.drawing import draw
 from shiva.fitting import Fit
 from shiva.methods.counts import CountOptions, Table
-from shiva.ops.allocate import Cell, allocate
-from shiva.ops.schedule import RatioSchedule
+from shiva.ops.schedule import Cell, RatioSchedule, allocate
 
 RATIOS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 WHOLE = 1 - 1e-9

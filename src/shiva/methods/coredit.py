@@ -82,10 +82,6 @@ class CoReDiTMethod(Method):
     requires = frozenset({"attention"})
     config: CoReDiT
 
-    def __init__(self, config: CoReDiT, spec: BackboneSpec):
-        super().__init__(config, spec)
-        self.guidance = config.guidance
-
     def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
         steps = self.config.steps if ctx.steps is None else ctx.steps - ctx.first
         k = ctx.tokens - int(self.config.share(ctx.step - ctx.first, steps) * ctx.tokens)

@@ -25,14 +25,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shiva.core.context import StepContext
-from shiva.core.method import BackboneSpec, GuidancePolicy, Place, Run, unify_guidance
+from shiva.core.method import BackboneSpec, GuidancePolicy, Place, Run, Trainable, unify_guidance
 from shiva.core.options import NotNegative, Ratio, Size, Whole
 from shiva.core.reduction import Streams
-from shiva.core.trainable import Trainable
 from shiva.methods.fills import FillOptions, FillRun, check_layers
 from shiva.methods.pruner import choose_once
 from shiva.methods.scores import full_precision
-from shiva.ops.router import perturb
+from shiva.ops.networks import perturb
 from shiva.ops.topk import hard_topk
 
 
@@ -120,7 +119,6 @@ class DiffCRMethod(Trainable):
     def __init__(self, config: DiffCR, spec: BackboneSpec):
         super().__init__(config, spec)
         check_layers("dense", config.dense, spec)
-        self.guidance = config.guidance
         self.fill = config.make_fill(spec)
         self.needs_updates = self.needs_earlier = self.fill.caches
         self.routers = nn.ModuleList(nn.Linear(spec.width, 1, bias=False) for _ in range(spec.layers))

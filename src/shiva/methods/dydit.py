@@ -26,10 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shiva.core.context import StepContext
-from shiva.core.method import BackboneSpec, GuidancePolicy, Place, Run, run_reduced, unify_guidance
+from shiva.core.method import BackboneSpec, GuidancePolicy, Place, Run, Trainable, run_reduced, unify_guidance
 from shiva.core.options import Count, NotNegative, Positive, Ratio, Share, Whole
 from shiva.core.reduction import Reduction, Streams, flat_rows, gather, scatter, select
-from shiva.core.trainable import Trainable
 from shiva.methods.fills import Cached, FillOptions, FillRun, Near, key_of
 from shiva.methods.scores import full_precision
 from shiva.ops.fill import distances, nearest_masked
@@ -143,7 +142,6 @@ class DyDiTMethod(Trainable):
 
     def __init__(self, config: DyDiT, spec: BackboneSpec):
         super().__init__(config, spec)
-        self.guidance = config.guidance
         self.routers = nn.ModuleList(TokenRouter(spec, config.shrink, config.bias) for _ in range(spec.layers))
         self.fill = config.make_fill(spec)
         self._block_flops: dict[tuple[int, int, int], float] = {}

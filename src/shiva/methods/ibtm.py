@@ -16,6 +16,7 @@ from shiva.core.method import BackboneSpec, Method, MethodConfig, Place
 from shiva.core.options import Count, Positive, Share, Whole
 from shiva.core.reduction import Reduction
 from shiva.methods.tomesd import MergeStep, SubLayer, check_sites, merged_share
+from shiva.ops import seeded
 from shiva.ops.fill import distances
 from shiva.ops.merging import (
     Combine,
@@ -30,7 +31,6 @@ from shiva.ops.merging import (
     split,
     windows,
 )
-from shiva.ops.seeds import seeded
 
 OUTSIDE_BONUS = 1e3
 """Added to the score of tokens outside the pool, so that they merge before any inside it."""
@@ -140,7 +140,6 @@ class IBTMMethod(Method):
                 f"pass (first, last) with last at most {spec.layers - 1}"
             )
         self.sites = frozenset(config.sites)
-        self.guidance = config.guidance
 
     def selects(self, site: Place) -> bool:
         first, last = self.config.layers

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from shiva.core.context import StepContext
+from shiva.core.layout import to_prediction, to_tokens
 from shiva.core.method import BackboneSpec, Method, MethodConfig, Place
 from shiva.core.options import Count, Positive, Ratio, Share
 from shiva.core.reduction import Reduction, scatter, select
 from shiva.core.reduction import flat_rows as rows_of
-from shiva.ops.lattice import lattice_scores
-from shiva.ops.prediction import to_prediction, to_tokens
+from shiva.methods.scores import lattice_scores
 from shiva.ops.shortcut import find_neighbours
 from shiva.ops.topk import hard_topk
 

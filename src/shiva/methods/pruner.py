@@ -10,16 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from shiva.core.context import StepContext
-from shiva.core.method import BackboneSpec, GuidancePolicy, Method, Place, Run, run_reduced, unify_guidance
+from shiva.core.method import BackboneSpec, GuidancePolicy, Method, Place, Run, Trainable, run_reduced, unify_guidance
 from shiva.core.options import Count, NotNegative, Whole
 from shiva.core.reduction import Reduction, Streams
-from shiva.core.trainable import Trainable
 from shiva.methods.fills import FillRun, Key, check_layers, key_of
 from shiva.methods.fresh_keys import INSIDE, Fresh, around_block, around_inside, check_fresh
-from shiva.methods.scores import Lattice, Router, RouterOptions, Score, ScoreRun, ScoreStep, full_precision
+from shiva.methods.scores import (
+    Lattice,
+    Router,
+    RouterOptions,
+    Score,
+    ScoreRun,
+    ScoreStep,
+    cover_bonus,
+    full_precision,
+)
 from shiva.methods.shortcut import ShortcutOptions
 from shiva.ops.fill import with_age
-from shiva.ops.lattice import cover_bonus
 from shiva.ops.shortcut import Lin
 from shiva.ops.topk import hard_topk
 
@@ -91,7 +98,6 @@ class Pruner(Method):
         self.fill = config.make_fill(spec, tracks_age or bool(config.age))
         self.shortcut = self.fill.weights
         self._settled: dict[Hashable, Tensor] = {}
-        self.guidance = config.guidance
         self.age_weight = config.age
         self.whole_keys = config.attends != "selected"
         self.fresh_keys = self.whole_keys and (config.attends == "fresh" or not self.fill.caches)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from shiva.core.context import StepContext
-from shiva.core.method import BackboneSpec, GuidancePolicy, Method, Place, Run, unify_guidance
-from shiva.core.options import Count, NotNegative, Whole
-from shiva.core.reduction import Reduction, Streams
-from shiva.core.trainable import Trainable
+from shiva.core.layout import to_tokens, token_mask
+from shiva.core.method import BackboneSpec, GuidancePolicy, Method, Place, Run, Trainable, unify_guidance
+from shiva.core.options import Count, NotNegative, Ratio, Whole
+from shiva.core.reduction import Reduction, Streams, select
 from shiva.methods.counts import CountOptions, Table
 from shiva.methods.fills import CACHE_DTYPES, Key, check_layers, key_of, keys_of_all
 from shiva.methods.scores import Band
@@ -72,7 +72,7 @@ class Refresher(Method):
         super().__init__(config, spec)
         self.leading = leading
         self.count = Table(config, spec, range(leading))
-        self.guidance, self.whole_keys = config.guidance, config.attends == "all"
+        self.whole_keys = config.attends == "all"
         self.requires = frozenset({"keys"}) if self.whole_keys else frozenset()
 
     def selects(self, site: Place) -> bool:
@@ -236,3 +236,64 @@ def noting(totals: dict[int, Tensor], branch: int, dtype: torch.dtype) -> Callab
         return values
 
     return restore
+
+
+@dataclass(frozen=True)
+class RAS(RefreshOptions):
+    """RAS: Region-Adaptive Sampling for diffusion transformers (Liu et al., 2025; arXiv 2502.10389).
+
+    Only the tokens whose prediction is busiest run; the others keep the prediction that they last had.
+    """
+
+    budget: Ratio | None = 0.5
+    first: Count = 4
+    reset: Count | None = 8
+    """Every so many steps all tokens run again: the release has steps 12 and 20 of 28."""
+    starvation: NotNegative = 0.1
+    """How much each step of waiting raises a token's score, as a power of e."""
+    guidance: GuidancePolicy = "shared"
+
+    presets: ClassVar = {"paper": {}}
+
+    def build(self, spec: BackboneSpec) -> RASMethod:
+        return RASMethod(self, spec)
+
+
+@dataclass
+class RASRun(RefreshRun):
+    predictions: dict[int, Tensor] = field(default_factory=dict)  # of each branch, the last word on every token
+    busy: Tensor | None = None  # (B, N), deviation of a token's prediction
+
+
+class RASMethod(Refresher):
+    """Holds the prediction."""
+
+    config: RAS
+    new_run = RASRun
+
+    def ready(self, x: Tensor, ctx: StepContext) -> bool:
+        run: RASRun = ctx.run
+        return ctx.branch in run.predictions and run.busy is not None and run.busy.shape == x.shape[:2]
+
+    def scores(self, x: Tensor, ctx: StepContext) -> Tensor:
+        run: RASRun = ctx.run
+        assert run.busy is not None
+        assert run.ages is not None
+        return run.busy * torch.exp(self.config.starvation * run.ages)
+
+    def hold(self, indices: Tensor, x: Tensor, ctx: StepContext) -> Reduction:
+        chosen = select(indices, x.shape[1])
+        return Reduction(chosen.reduce, chosen.restore, indices, self.whole_keys)
+
+    def end_step(self, output: Tensor, ctx: StepContext) -> Tensor | None:
+        run: RASRun = ctx.run
+        if self.idle:
+            return None
+        if ctx.now.indices is not None:
+            ran = torch.zeros(output.shape[0], ctx.tokens, dtype=torch.bool, device=output.device)
+            ran.scatter_(1, ctx.now.indices, True)
+            output = torch.where(token_mask(ran, output, ctx.layout), output, run.predictions[ctx.branch])
+        run.predictions[ctx.branch] = output.detach()
+        if not ctx.branch:
+            run.busy = to_tokens(output.detach(), ctx.layout).float().std(dim=-1)
+        return output

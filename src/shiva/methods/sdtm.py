@@ -15,6 +15,7 @@ from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, Run
 from shiva.core.options import Count, Ratio, Share, Whole
 from shiva.core.reduction import Reduction, Streams
 from shiva.methods.tomesd import merged_share
+from shiva.ops import seeded
 from shiva.ops.merging import (
     Matching,
     Matchings,
@@ -27,7 +28,6 @@ from shiva.ops.merging import (
     unmerge,
     windows,
 )
-from shiva.ops.seeds import seeded
 
 MERGE_ONLY = {"ratio": 0.25, "cache_weight": 1.0, "protect_every": None}
 
@@ -160,10 +160,6 @@ class SDTMMethod(Method):
     config: SDTM
     new_run = SDTMRun
     new_step = SDTMStep
-
-    def __init__(self, config: SDTM, spec: BackboneSpec):
-        super().__init__(config, spec)
-        self.guidance = config.guidance
 
     def begin_step(self, ctx: StepContext) -> None:
         config = self.config

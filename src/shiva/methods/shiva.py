@@ -18,9 +18,7 @@ from shiva.core.reduction import Reduction, Streams
 from shiva.methods.counts import CountOptions, Table
 from shiva.methods.pruner import PrunerStep, RoutedOptions, RoutedPruner
 from shiva.methods.scores import full_precision
-from shiva.ops.losses import BudgetController
-from shiva.ops.policy import POLICIES
-from shiva.ops.router import perturb
+from shiva.ops.networks import POLICIES, BudgetController, perturb
 from shiva.ops.schedule import RatioSchedule
 from shiva.ops.topk import input_gated, output_gated, select_tokens, token_count
 

@@ -32,10 +32,9 @@ from torch.nn import functional as F
 
 from shiva.core.context import StepContext
 from shiva.core.layout import Layout
-from shiva.core.method import BackboneSpec, MethodConfig, Place, Run
+from shiva.core.method import BackboneSpec, MethodConfig, Place, Run, Trainable
 from shiva.core.options import Share, Whole
 from shiva.core.reduction import Reduction, Streams
-from shiva.core.trainable import Trainable
 
 Role = Literal["generate", "sparse", "recover", "dense"]
 ROLES: tuple[Role, ...] = ("generate", "sparse", "recover", "dense")

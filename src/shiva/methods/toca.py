@@ -83,10 +83,6 @@ class ToCaMethod(Method):
     new_run, new_step = ToCaRun, ToCaStep
     config: ToCa
 
-    def __init__(self, config: ToCa, spec: BackboneSpec):
-        super().__init__(config, spec)
-        self.guidance = config.guidance
-
     def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         kept, key = ctx.run, key_of(site, ctx)
         k = round(self.config.share(site.kind, site.layer, self.spec.layers) * x.shape[1])

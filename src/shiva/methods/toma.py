@@ -177,10 +177,6 @@ class ToMAMethod(Method):
     new_run = ToMARun
     new_step = ToMAStep
 
-    def __init__(self, config: ToMA, spec: BackboneSpec):
-        super().__init__(config, spec)
-        self.guidance = config.guidance
-
     def selects(self, site: Place) -> bool:
         whole = self.config.site == "block" or (self.config.site == "mixed" and site.single_stream)
         return site.index >= self.config.skip and site.kind == ("block" if whole else "attention")

@@ -13,6 +13,7 @@ from shiva.core.context import StepContext
 from shiva.core.method import BackboneSpec, Method, MethodConfig, Place
 from shiva.core.options import Count, Share, Whole
 from shiva.core.reduction import Reduction
+from shiva.ops import seeded
 from shiva.ops.merging import (
     Combine,
     Matching,
@@ -24,7 +25,6 @@ from shiva.ops.merging import (
     partition,
     windows,
 )
-from shiva.ops.seeds import seeded
 
 SubLayer = Literal["attention", "cross_attention", "ffn"]
 """A merged residual stream would lose tokens, so blocks are not among them."""
@@ -107,7 +107,6 @@ class ToMeSDMethod(Method):
     def __init__(self, config: ToMeSD, spec: BackboneSpec):
         super().__init__(config, spec)
         self.sites = frozenset(config.sites)
-        self.guidance = config.guidance
 
     def combine(self, layer: int) -> Combine:
         return "mean"
@@ -132,3 +131,30 @@ class ToMeSDMethod(Method):
         make = partial(self.matching, layer=site.layer, ctx=ctx)
         matching = block_matching(ctx.now.matchings, site.layer, metric, self.guidance, ctx, make)
         return merging(matching, self.combine(site.layer))
+
+
+@dataclass(frozen=True)
+class ToFu(ToMeSD):
+    """ToFu: Token Fusion, between token pruning and token merging (Kim et al., 2023; arXiv 2312.01026).
+
+    ToMeSD's matching; early blocks prune the matched tokens, later ones merge them keeping their norm.
+    """
+
+    switch: Share = 0.5
+    """Share of the depth that prunes; blocks after it merge."""
+    rule: Literal["mlerp", "mean"] = "mlerp"
+    """How a group merges: mlerp (its mean at the largest norm of its tokens) or mean."""
+
+    presets: ClassVar = {"paper": {"ratio": 0.25}}
+
+    def build(self, spec: BackboneSpec) -> ToFuMethod:
+        return ToFuMethod(self, spec)
+
+
+class ToFuMethod(ToMeSDMethod):
+    """Pruned tokens also receive their best destination's result: the matching knows it."""
+
+    config: ToFu
+
+    def combine(self, layer: int) -> Combine:
+        return "prune" if layer < self.config.switch * self.spec.layers else self.config.rule

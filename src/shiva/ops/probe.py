@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shiva.ops.seeds import seeded
+from shiva.ops import seeded
 
 FEATURES = 32
 """Directions in which a token is looked at: enough to tell how far it moved, and a quarter or less of its width."""

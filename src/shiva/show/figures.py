@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shiva.core.trace import Trace
+from shiva.core.context import Trace
 from shiva.evaluate.frontier import pareto
 from shiva.show.style import (
     FAMILIES,

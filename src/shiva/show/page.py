@@ -263,12 +263,16 @@ TITLE = re.compile(r"(?P<name>[\w -]+?)(?:: | \()")
 
 
 def baselines() -> dict[str, str]:
-    """Methods of others, by the name and paper that their module starts with."""
-    lines = [
-        (sys.modules[config.__module__].__doc__ or "").partition("\n")[0] for config in MethodConfig.known.values()
-    ]
+    """Methods of others, by the name and paper that they or their module start with."""
+    lines = map(first_line, MethodConfig.known.values())
     titled = {found["name"]: line for line in lines if (found := TITLE.match(line))}
     return {name: line.removeprefix(name).lstrip(": ") for name, line in titled.items() if name not in OURS}
+
+
+def first_line(config: type[MethodConfig]) -> str:
+    """Of a method's own description where that names it, of its module's otherwise."""
+    own, module = ((of.__doc__ or "").partition("\n")[0] for of in (config, sys.modules[config.__module__]))
+    return own if own.startswith(config.__name__) or "et al." in own else module
 
 
 def meanings(headings: Iterable[str], candidates: Iterable[str]) -> dict[str, str]:

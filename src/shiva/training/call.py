@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shiva.core.context import Exploration, Recording
+from shiva.core.method import Trainable
 from shiva.core.options import unknown_key
-from shiva.core.trainable import Trainable
 from shiva.session import Session
 from shiva.training.adapter import adapters_off
 from shiva.training.sections import Stage

@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from shiva.checkpoint import write_atomically
+from shiva.core.method import Trainable
 from shiva.core.needs import need
-from shiva.core.trainable import Trainable
 from shiva.ops.schedule import RatioSchedule
 from shiva.training.noise import Moment
 from shiva.training.recipe import Recipe

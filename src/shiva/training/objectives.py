@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shiva.core.context import Earlier, Exploration, Recording
-from shiva.ops.losses import normalized_distance
+from shiva.core.context import Earlier, Exploration, Recording, normalized_distance
 from shiva.ops.schedule import RatioSchedule
 from shiva.session import Session
 from shiva.training.call import Record, as_trained, at_keep, call, dense, first_not_finite, reduced_layers, trained

@@ -19,8 +19,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from shiva.checkpoint import CONFIG_FILE, ShivaCheckpoint, write_atomically
+from shiva.core.method import Trainable
 from shiva.core.options import Whole, build, fitted
-from shiva.core.trainable import Trainable
 from shiva.files import read_json, read_tensors, to_json
 from shiva.training.sections import Stage
 

@@ -1,7 +1,8 @@
-"""The context-aware token router (paper sec. 3.3): one score a token, from its features and three signals."""
+"""The paper's two networks: the context-aware router (sec. 3.3), and the ratio policy (sec. 3.4) with its budget."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, get_args
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shiva.core.options import choice
+
+# -- which: one score a token, from its features and three signals -------------------------------------
 
 SIGNALS = ("time", "prompt", "layer")
 """The paper's context."""
@@ -92,7 +95,7 @@ def group_size(sharing: str, layers: int) -> int:
 
 
 class RouterBank(nn.Module):
-    """One router per group of adjacent layers."""
+    """One router per group of adjacent layers; `options` are each one's."""
 
     def __init__(
         self,
@@ -101,16 +104,13 @@ class RouterBank(nn.Module):
         prompt_width: int,
         layers: int,
         sharing: str = "pairwise",
-        bottleneck: int = 64,
-        signals: tuple[str, ...] = SIGNALS,
-        unit: bool = True,
+        **options: Any,
     ):
         super().__init__()
         self.size = group_size(sharing, layers)
         groups = -(-layers // self.size)
         self.routers = nn.ModuleList(
-            ContextRouter(width, time_width, prompt_width, min(self.size, layers), bottleneck, signals, unit)
-            for _ in range(groups)
+            ContextRouter(width, time_width, prompt_width, min(self.size, layers), **options) for _ in range(groups)
         )
 
     def forward(
@@ -138,3 +138,111 @@ class RouterBank(nn.Module):
 def perturb(scores: Tensor, sigma: float) -> Tensor:
     """Exploration in training: both the hard selection and the soft rank see the perturbed scores."""
     return scores + sigma * torch.randn_like(scores) if sigma > 0 else scores
+
+
+# -- how many: the ratio policy ------------------------------------------------------------------------
+
+WIDTH = 256
+
+
+def sinusoidal(timesteps: Tensor, width: int = WIDTH) -> Tensor:
+    """Sinusoidal embedding (S, width) of timesteps (S,) in 0 to 1000, cosines first as in diffusers."""
+    half = width // 2
+    rates = torch.exp(-math.log(10000.0) * torch.arange(half, device=timesteps.device) / half)
+    angles = timesteps.float()[:, None] * rates
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def branch(width: int, out: int = 1) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, out))
+
+
+def logit(share: float) -> float:
+    return math.log(share) - math.log1p(-share)
+
+
+class RatioPolicy(nn.Module):
+    """logit r(t, l) = time(e_t) + layer(e_l) + anchor: a depth profile plus a time trend, both learned.
+
+    The last layer of each branch starts at zero, so training starts from the flat target ratio.
+    """
+
+    def __init__(self, layers: int, target: float = 0.6, width: int = WIDTH):
+        super().__init__()
+        self.width = width
+        self.layer = nn.Embedding(layers, width)
+        self.layer_branch = branch(width)
+        self.time_branch = branch(width)
+        self.anchor = nn.Parameter(torch.tensor(logit(min(max(target, 1e-3), 1 - 1e-3))))
+        for head in (self.layer_branch[-1], self.time_branch[-1]):
+            assert isinstance(head, nn.Linear)
+            nn.init.zeros_(head.weight)
+            nn.init.zeros_(head.bias)
+
+    def logits(self, timesteps: Tensor) -> Tensor:
+        """Logits (S, L) of the keep ratio at timesteps (S,)."""
+        depth = self.layer_branch(self.layer.weight).T  # (1, L)
+        trend = self.time_branch(sinusoidal(timesteps, self.width))  # (S, 1)
+        return trend + depth + self.anchor
+
+    def forward(self, timesteps: Tensor) -> Tensor:
+        """Keep ratios (S, L)."""
+        return torch.sigmoid(self.logits(timesteps))
+
+
+class FiLMPolicy(RatioPolicy):
+    """logit r = (1 + gamma(e_t)) * layer(e_l) + beta(e_t) + anchor: the multiplicative form, for the ablation.
+
+    Scaling 1 + gamma by 1/c and layer(e_l) by c changes nothing: its factors are not identified.
+    """
+
+    def __init__(self, layers: int, target: float = 0.6, width: int = WIDTH):
+        super().__init__(layers, target, width)
+        self.time_branch = branch(width, 2)
+        head = self.layer_branch[-1]
+        assert isinstance(head, nn.Linear)
+        nn.init.normal_(head.weight, std=0.02)
+
+    def logits(self, timesteps: Tensor) -> Tensor:
+        depth = self.layer_branch(self.layer.weight).T  # (1, L)
+        gamma, beta = self.time_branch(sinusoidal(timesteps, self.width)).split(1, dim=-1)  # (S, 1) each
+        return (1 + gamma) * depth + beta + self.anchor
+
+
+POLICIES: dict[str, type[RatioPolicy]] = {"additive": RatioPolicy, "film": FiLMPolicy}
+
+
+class BudgetController(nn.Module):
+    """Steers the long-run mean keep to a target without forcing every batch to meet it.
+
+    mu = beta * mean + (1 - beta) * mu, and the loss is mean * sg[2 (mu - R)]. That is proportional
+    control, which settles beside R when the task pulls; `dual` > 0 adds the integral term
+    nu += dual * (mu - R), which removes the offset.
+    """
+
+    mu: Tensor
+    nu: Tensor
+
+    def __init__(self, target: float, beta: float = 0.2, dual: float = 0.0):
+        super().__init__()
+        self.target, self.beta, self.dual = target, beta, dual
+        self.register_buffer("mu", torch.tensor(float(target)))
+        self.register_buffer("nu", torch.tensor(0.0))
+
+    @torch.no_grad()
+    def observe(self, mean: Tensor | float) -> None:
+        """Take in the mean keep of a whole global batch, once a step."""
+        self.mu.lerp_(torch.as_tensor(mean).to(self.mu), self.beta)  # Eq. ema_avg
+        if self.dual > 0:
+            self.nu.add_(self.dual * (self.mu - self.target))
+
+    @property
+    def pressure(self) -> Tensor:
+        """What a unit of mean keep costs now; negative below the target."""
+        return (2 * (self.mu - self.target) + self.nu).detach().clone()
+
+    def forward(self, mean: Tensor) -> Tensor:
+        """Observe a batch and give its loss."""
+        if self.training:
+            self.observe(mean.detach())
+        return mean * self.pressure  # Eq. budget_loss
