@@ -48,6 +48,7 @@ class Sweep(PrunerOptions, CountOptions):
 
     fill: FillName = "cached"
     attends: Attends = "all"
+    tilt: float = 2.0
 
     presets: ClassVar = {"paper": {}}
 
@@ -87,6 +88,7 @@ class Lattice(PrunerOptions, CountOptions):
     """
 
     fill: FillName = "shortcut"
+    tilt: float = 4.0
 
     presets: ClassVar = {"paper": {}}
 
