@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import diffusers
+
 from shiva.backbones.base import REFUSED, Backbone, registered
 from shiva.backbones.patterns import PatternBackbone
+
+SINCE = {
+    "QwenImage21Transformer2DModel": "0.41",
+    "SanaWMTransformer3DModel": "0.42",
+    "Kandinsky6SRTransformer3DModel": "0.42",
+}
+"""The release of diffusers that a class came with, where Shiva runs on older ones too."""
 
 
 class Known(NamedTuple):
@@ -33,6 +42,13 @@ def describe(name: str, backbone: Backbone) -> Known:
     keyed = all(any(inner.keys for inner in stack.inner) for stack in backbone.stacks)
     reduced = ["blocks", *found, *(["keys"] if keyed else [])]
     return Known(name, blocks, ", ".join(reduced).replace("_", " "), backbone.notes)
+
+
+def absent(name: str) -> str:
+    """That the diffusers that is installed is older than a class, or nothing."""
+    if name in dir(diffusers) or name not in SINCE:
+        return ""
+    return f"needs diffusers {SINCE[name]}; {diffusers.__version__} is installed"
 
 
 def as_markdown() -> str:

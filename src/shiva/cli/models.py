@@ -12,7 +12,7 @@ def models(
 ) -> None:
     """List the transformers that can be reduced, and those that cannot, with the reason."""
     from shiva.backbones.base import REFUSED
-    from shiva.backbones.known import as_markdown, known
+    from shiva.backbones.known import absent, as_markdown, known
 
     if markdown:
         typer.echo(as_markdown(), nl=False)
@@ -25,7 +25,7 @@ def models(
     table.add_column("reduced")
     table.add_column("notes")
     for entry in known():
-        table.add_row(entry.name, entry.reduced, entry.notes)
+        table.add_row(entry.name, entry.reduced, absent(entry.name) or entry.notes)
     console = Console()
     console.print(table)
     for name, reason in REFUSED.items():
