@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test lint types contract unit docs wheels setup browser clean
+.PHONY: demo test lint types contract unit docs notebook releases wheels setup browser clean
 
 demo: setup
 	$(BIN)/shiva demo
@@ -23,6 +23,14 @@ contract: setup
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# What the weights or the code have changed is drawn anew into the notebook.
+notebook: setup
+	PYTHONWARNINGS=ignore:IProgress $(BIN)/jupyter execute --inplace examples/first.ipynb
+
+# Every release of diffusers that is supported, each in a virtualenv of its own.
+releases: setup
+	$(BIN)/python tests/releases.py --write
 
 wheels: setup
 	$(BIN)/python -m build --no-isolation --outdir dist .

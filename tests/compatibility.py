@@ -20,7 +20,7 @@ from neighbours import NEIGHBOURS, TINY
 from pipelines import PIPELINES
 from pipelines_reach import REACH
 from shiva.backbones.base import backbone_of
-from shiva.backbones.patterns import as_markdown
+from shiva.backbones.known import as_markdown
 
 from method_table import METHODS
 

@@ -9,24 +9,36 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+from packaging.version import Version
 from typer.testing import CliRunner
 
+import releases
 import shiva
 from compatibility import TABLES, written
 from shiva.backbones.base import _REGISTRY, REFUSED
-from shiva.backbones.patterns import known
+from shiva.backbones.known import SINCE, absent, known
 from shiva.cli import app
 
 REPOSITORY = Path(__file__).parent.parent
 PAGE = REPOSITORY / "docs" / "compatibility.md"
+OLDEST = releases.allowed()[0]
 EXAMPLE = REPOSITORY / "examples" / "architecture_from_outside.py"
 
 
 def test_every_known_class_is_one_of_diffusers() -> None:
     assert len(known()) >= 25
     assert not {entry.name for entry in known()} & REFUSED.keys()
+    installed = Version(diffusers.__version__)
     for name in [*REFUSED, *(entry.name for entry in known())]:
-        assert hasattr(diffusers, name), name
+        assert hasattr(diffusers, name) == (installed >= Version(SINCE.get(name, OLDEST))), name
+
+
+def test_the_command_names_the_release_that_a_class_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any(absent(entry.name) for entry in known() if hasattr(diffusers, entry.name))
+    monkeypatch.setattr(diffusers, "__version__", "0.40.0")
+    monkeypatch.setattr("shiva.backbones.known.dir", lambda module: ["SD3Transformer2DModel"], raising=False)
+    result = CliRunner().invoke(app, ["models"], env={"COLUMNS": "200"})
+    assert "needs diffusers 0.41; 0.40.0 is installed" in result.stdout
 
 
 def test_the_command_lists_classes_and_reasons() -> None:
@@ -42,6 +54,22 @@ def test_the_command_lists_classes_and_reasons() -> None:
 def test_the_page_is_current(table: str) -> None:
     """Write it anew with: python tests/compatibility.py --write."""
     assert written(PAGE.read_text(), [table]) == PAGE.read_text()
+
+
+def test_every_release_that_is_allowed_was_tried_and_none_failed() -> None:
+    place = releases.PLACE.search(PAGE.read_text())
+    assert place is not None
+    rows = re.findall(r"^\| (0\.\d+)\.\d+ \| \S+ \| (\d+) \| (\d+) \|", place[0], re.MULTILINE)
+    assert [release for release, _, _ in rows] == releases.allowed()
+    assert all(int(passed) > 100 and failed == "0" for _, passed, failed in rows)
+
+
+def test_a_row_is_read_from_what_pytest_prints() -> None:
+    skips = "SKIPPED [3] tests/tiny_images.py:23: diffusers 0.40.0 has no Krea2Transformer2DModel\n"
+    row = releases.read(("0.40.0", "5.0.0"), skips + "1 failed, 20 passed, 3 skipped, 1 error in 61.02s (0:01:01)\n")
+    assert (row.passed, row.failed, row.missing) == (20, 2, ("Krea2Transformer2DModel",))
+    assert releases.read(("0.40.0", "5.0.0"), "ERROR: no such file").passed == 0
+    assert "| 0.40.0 | 5.0.0 | 20 | 2 | `Krea2Transformer2DModel` |" in releases.table([row])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 from torch import Tensor, nn
 
 import shiva
@@ -96,6 +95,7 @@ def test_the_first_frame_that_replaces_noise_always_runs() -> None:
 def test_a_prefix_in_qwens_own_cache_is_not_the_images() -> None:
     tiny = IMAGES["qwen21"]
     model = tiny.make()
+    from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 
     def two_steps() -> Tensor:
         cache = {"kv_cache": QwenImage21KVCache(4)}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diffusers.hooks import HookRegistry
+from diffusers.hooks import HookRegistry, hooks
 from torch import Tensor, nn
 
 from shiva.backbones.base import is_fused
@@ -37,6 +37,32 @@ ACCELERATE = "_old_forward"
 CONTEXT_PARALLEL = ("cp_input", "cp_output")
 """How diffusers' hooks that split a sequence over processes begin."""
 OFFLOADING = ("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading")
+
+
+# -- what differs between releases of diffusers ----------------------------------------------------------
+
+
+def announced(manager: Any) -> str | None:
+    """The name that a pipeline gives its call (`cache_context`); before 0.41 a manager keeps the name alone."""
+    context = manager._context if hasattr(manager, "_context") else manager._current_context
+    return getattr(context, "name", context)
+
+
+def announce(manager: Any, name: str) -> None:
+    """Tell a manager of hooks the name of a call, as a pipeline does."""
+    context: Any = getattr(hooks, "CacheContext", str)
+    manager.set_context(context(name))
+
+
+def hooks_changed(transformer: nn.Module) -> None:
+    """Have hooks of blocks found anew, among which a registry remembers those that it has seen."""
+    for module in transformer.modules():
+        registry: Any = getattr(module, "_diffusers_hook", None)
+        if registry is not None:
+            registry._child_registries_cache = None
+
+
+# -- others' hooks ---------------------------------------------------------------------------------------
 
 
 def under_cache_dit(transformer: nn.Module) -> bool:

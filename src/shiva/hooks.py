@@ -15,7 +15,7 @@ from diffusers.hooks.hooks import BaseState, StateManager
 from torch import Tensor, nn
 
 from shiva.backbones.base import Call, Site, bind
-from shiva.compat import HOOK, Hooked
+from shiva.compat import HOOK, Hooked, announced
 from shiva.core.context import Held, StepContext
 from shiva.core.reduction import Reduction, Streams
 
@@ -242,7 +242,7 @@ class Hooks:
     @property
     def announced(self) -> str | None:
         """The name that the pipeline gives the current call, where it announces one."""
-        return getattr(self._root.announced._context, "name", None)
+        return announced(self._root.announced)
 
     @property
     def blocks(self) -> list[str]:

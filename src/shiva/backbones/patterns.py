@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from shiva.backbones.base import (
-    REFUSED,
     Backbone,
     Call,
     Signals,
@@ -19,7 +18,6 @@ from shiva.backbones.base import (
     TextPlace,
     key_sites,
     parameter_names,
-    registered,
 )
 from shiva.backbones.per_token import PerTokens
 from shiva.core.layout import Layout
@@ -250,42 +248,3 @@ class PatternBackbone(Backbone):
 
     def is_extra(self, call: Call) -> bool:
         return any(call.get(name, usual) not in (usual, None) for name, usual in self.extra.items())
-
-
-# -- what is supported, told from the registry itself --------------------------------------------------
-
-
-class Known(NamedTuple):
-    """A transformer class, as a user would ask for it."""
-
-    name: str
-    blocks: str
-    """Its stacks of blocks, and how image and text go through them."""
-    reduced: str
-    """Kinds of site at which methods may act."""
-    notes: str
-
-
-def known() -> list[Known]:
-    """Every registered transformer class."""
-    return [describe(name, backbone) for name, backbone in registered().items()]
-
-
-def describe(name: str, backbone: Backbone) -> Known:
-    if not isinstance(backbone, PatternBackbone):
-        return Known(name, "its own code", "blocks, attention, ffn, keys", backbone.notes)
-    blocks = ", ".join(f"{stack.path} ({stack.pattern})" for stack in backbone.stacks)
-    kinds = [{inner.kind for inner in stack.inner} for stack in backbone.stacks]
-    found = [kind for kind in ("attention", "cross_attention", "ffn") if any(kind in inner for inner in kinds)]
-    keyed = all(any(inner.keys for inner in stack.inner) for stack in backbone.stacks)
-    reduced = ["blocks", *found, *(["keys"] if keyed else [])]
-    return Known(name, blocks, ", ".join(reduced).replace("_", " "), backbone.notes)
-
-
-def as_markdown() -> str:
-    """The tables of docs/compatibility.md."""
-    lines = ["| class | blocks | reduced | notes |", "|---|---|---|---|"]
-    lines += [f"| `{entry.name}` | {entry.blocks} | {entry.reduced} | {entry.notes} |" for entry in known()]
-    lines += ["", "| refused | why |", "|---|---|"]
-    lines += [f"| `{name}` | {reason} |" for name, reason in REFUSED.items()]
-    return "\n".join(lines) + "\n"

@@ -35,7 +35,7 @@ def demo(
 def models(markdown: Annotated[bool, typer.Option(help="Print the table of docs/compatibility.md")] = False) -> None:
     """List the transformers that can be reduced, and those that cannot, with the reason."""
     from shiva.backbones.base import REFUSED
-    from shiva.backbones.patterns import as_markdown, known
+    from shiva.backbones.known import absent, as_markdown, known
 
     if markdown:
         typer.echo(as_markdown(), nl=False)
@@ -48,7 +48,7 @@ def models(markdown: Annotated[bool, typer.Option(help="Print the table of docs/
     table.add_column("reduced")
     table.add_column("notes")
     for entry in known():
-        table.add_row(entry.name, entry.reduced, entry.notes)
+        table.add_row(entry.name, entry.reduced, absent(entry.name) or entry.notes)
     console = Console()
     console.print(table)
     for name, reason in REFUSED.items():

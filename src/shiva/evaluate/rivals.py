@@ -12,12 +12,11 @@ from typing import Any, Literal
 
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
-from diffusers.hooks import HookRegistry
-from diffusers.hooks.hooks import CacheContext, StateManager
+from diffusers.hooks.hooks import StateManager
 from torch import Tensor, nn
 
 from shiva.backbones.base import Site, backbone_of
-from shiva.compat import INNER_CACHES, REFUSED_HOOKS
+from shiva.compat import INNER_CACHES, REFUSED_HOOKS, announce, hooks_changed
 from shiva.core.layout import Layout
 from shiva.core.needs import need
 from shiva.core.options import REFUSALS
@@ -144,13 +143,13 @@ def hooked(pipe: Any, apply: Callable[[], None]) -> Iterator[None]:
             if unnamed:  # the pipelines of such transformers announce no call
                 for manager in vars(hook).values():
                     if isinstance(manager, StateManager):
-                        manager.set_context(CacheContext("run"))
+                        announce(manager, "run")
         set_timesteps(*args, **kwargs)
 
     try:
         apply()
         scheduler.set_timesteps = begin
-        HookRegistry.check_if_exists_or_initialize(transformer).invalidate_child_registries_cache()
+        hooks_changed(transformer)
         yield
     finally:
         scheduler.set_timesteps = set_timesteps

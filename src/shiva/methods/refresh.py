@@ -162,6 +162,7 @@ class Refresh(RefreshOptions):
     """Blocks at the beginning that see all tokens, and whose output the choice is made by."""
     hidden: Whole = 64
     """Width of the probe."""
+    tilt: float = 2.0
 
     fixed: ClassVar = frozenset({"dense", "hidden"})
     presets: ClassVar = {"paper": {}}
