@@ -228,7 +228,7 @@ def selectors(checkpoint: Path | None, aged: Path | None, keeps: Sequence[float]
 
 
 def untrained(score: str, **options: Any) -> MethodConfig:
-    return shiva.Sweep(**options) if score == "sweep" else shiva.Ranked(score=score, **options)
+    return shiva.Sweep(tilt=0.0, **options) if score == "sweep" else shiva.Ranked(score=score, **options)
 
 
 def short_runs(steps: Sequence[int], keep: float = 0.6) -> list[Point]:
@@ -265,7 +265,7 @@ def whole_step(ratios: Sequence[float], steps: int) -> list[Point]:
         Point(
             f"cached, attending to all, sweep, {keep:g} + MagCache {threshold:g}",
             None,
-            MagCached(shiva.Sweep(budget=keep), magnitudes=tuple(ratios), setting=threshold),
+            MagCached(shiva.Sweep(budget=keep, tilt=0.0), magnitudes=tuple(ratios), setting=threshold),
             steps,
         )
         for keep in (0.8, 0.6)

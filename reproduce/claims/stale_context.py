@@ -5,16 +5,20 @@
 
 `held`: as they last were (Refresh). `approximate`: made anew from what skipped tokens are believed to be. `mapped`: as
 they last were, plus a small linear map, fitted on other prompts, of how far the first block's output moved since.
-`tiles`: the tokens that run are whole tiles, so that most of their neighbours are fresh.
+`tiles`: the tokens that run are whole tiles, so that most of their neighbours are fresh. `tilted`: as held, with more
+tokens in early steps and fewer in late ones. `guidance held`: all tokens, but the half of the empty prompt runs in one
+of so many steps only, and the difference of the halves is held in between.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import itertools
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,8 +140,10 @@ class Point:
 
 def attempts(budget: float, first: int, maps: dict[str, Tensor]) -> dict[str, Callable[[BackboneSpec], Any]]:
     """What builds each attempt, by name; all but `approximate` choose by the first block's change or by rows."""
-    change, band = Refresh(budget=budget, first=first), Refresh(budget=budget, first=first, score="band")
-    fresh = shiva.Sweep(budget=budget, dense_steps=tuple(range(first)), attends="fresh")
+    change = Refresh(budget=budget, first=first, tilt=0.0)
+    band = dataclasses.replace(change, score="band")
+    fresh = shiva.Sweep(budget=budget, dense_steps=tuple(range(first)), attends="fresh", tilt=0.0)
+    free = dataclasses.replace(band, first=1)
 
     def mapped(spec: BackboneSpec) -> MappedKeys:
         method = MappedKeys(change, spec)
@@ -159,7 +165,32 @@ def attempts(budget: float, first: int, maps: dict[str, Tensor]) -> dict[str, Ca
         "mapped, by change": mapped,
         "tiles of 2, by change": tiled(2),
         "tiles of 4, by change": tiled(4),
+        "held, rows, one dense step": free.build,
+        **{f"tilted by {t}, rows, one dense step": dataclasses.replace(free, tilt=float(t)).build for t in (1, 2, 4)},
     }
+
+
+@contextlib.contextmanager
+def guidance_held(transformer: Any, every: int) -> Iterator[None]:
+    """In all but one of `every` steps the conditional half runs alone, and the last difference gives the other."""
+    forward, calls, difference = transformer.forward, itertools.count(), torch.empty(0)
+
+    def held(hidden_states: Tensor, **call: Any) -> Any:
+        nonlocal difference
+        if next(calls) % every == 0:
+            (both,) = forward(hidden_states, **call)
+            difference = both.chunk(2)[1] - both.chunk(2)[0]
+            return (both,)
+        count = len(hidden_states) // 2
+        half = {n: v[count:] if isinstance(v, Tensor) and len(v) == 2 * count else v for n, v in call.items()}
+        (guided,) = forward(hidden_states[count:], **half)
+        return (torch.cat([guided - difference, guided]),)
+
+    transformer.forward = held
+    try:
+        yield
+    finally:
+        del transformer.forward
 
 
 def main() -> None:
@@ -196,6 +227,14 @@ def main() -> None:
                 psnr = statistics.fmean(map(image_psnr, images(drawn, 0), dense))
                 summary = session.summary()
             found.append(Point(name, budget, summary.flops_share, psnr, summary.cached_bytes))
+    for every in (2, 3):
+        psnrs = []
+        for place, text in enumerate(drawn):  # one by one, as a call's number is its step
+            with guidance_held(pipe.transformer, every):
+                (image,) = draw(pipe, [text], 0, [place], options.steps, options.guidance, **arguments)
+            psnrs.append(image_psnr(image, dense[place]))
+        share = (1 + len(range(0, options.steps, every)) / options.steps) / 2
+        found.append(Point(f"guidance held, {every - 1} of {every}", 1.0, share, statistics.fmean(psnrs), 0))
     for count in sorted({round(point.flops * options.steps) for point in found}, reverse=True):
         fewer = draw(pipe, drawn, 0, range(len(drawn)), count, options.guidance, **arguments)
         psnr = statistics.fmean(map(image_psnr, fewer, dense))
