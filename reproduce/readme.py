@@ -1,4 +1,4 @@
-"""Fill the table of README.md from the newest committed evaluation: python -m reproduce.readme."""
+"""Fill the table of README.md from the committed evaluation of the turbo: python -m reproduce.readme."""
 
 from __future__ import annotations
 
@@ -12,20 +12,13 @@ from shiva.show.documents import tables_of
 from shiva.show.report import texts_of
 
 ROOT = Path(__file__).parents[1]
-README, RESULTS = ROOT / "README.md", ROOT / "results" / "eval"
-EVALUATIONS = ("emoji-128-64", "emoji-128", "emoji-64")
-"""The first that has a main table is shown."""
-SHOWN = (
-    r"dense",
-    r"\d+ steps",
-    r"turbo.*",
-    r"Sweep (80|60|40)",
-    r"Shiva (80|60)",
-    r"Lattice( \d+)?",
-    r"ToMeSD",
-    r"ToMA",
-    r"SDTM",
+README = ROOT / "README.md"
+EVALUATION = ROOT / "results" / "eval" / "emoji-128-turbo-16" / "tables" / "floor.json"
+COMMAND = (
+    "shiva eval models/emoji-128-turbo --methods recipes/eval/emoji-turbo.yaml --protocol floor --limit 16 "
+    "--seeds 0,1,2 --record"
 )
+SHOWN = (r"dense", r"\d+ steps", r"Shiva \d+ in 3 steps", r"Lattice \d+ in 3 steps", r"Sweep .*", r"ToMeSD", r"ToMA")
 """Rows, by their names."""
 COLUMNS = {
     "saved": "FLOPs saved",
@@ -55,26 +48,20 @@ def table_of(document: dict[str, Any]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
-def text_of(folder: Path) -> str:
-    document = json.loads((folder / "tables" / "main.json").read_text())
+def text_of(document: dict[str, Any]) -> str:
     settings, where = document["settings"], document["environment"]
-    command = f"shiva eval {settings['model']} --methods recipes/eval/{Path(settings['model']).name}.yaml"
     about = (
-        f"*{settings['model']}, {settings['count']} prompts in {settings['steps']} steps at guidance "
-        f"{settings['guidance']:g}, on {where['cores']} cores of an {where['cpu']} CPU. The number behind a name "
-        "is the percentage of tokens computed; Shiva is trained, Sweep, ToMeSD, ToMA and SDTM need no training. "
-        f"`{command} --limit {settings['count']} --record` "
-        "prints it.*"
+        f"*{settings['model']}, {settings['count']} prompts and {len(settings['seeds'])} seeds in {settings['steps']} "
+        f"steps without guidance, where no other number stands, on {where['cores']} cores of an {where['cpu']} CPU. "
+        "The number behind a name is the percentage of tokens computed. Shiva is trained, Lattice fitted in a minute, "
+        f"the others need neither. `{COMMAND}` prints it.*"
     )
     return "\n".join([*table_of(document), "", about])
 
 
-def evaluation() -> Path:
-    return next(RESULTS / name for name in EVALUATIONS if (RESULTS / name / "tables" / "main.json").is_file())
-
-
 def filled(page: str) -> str:
-    return PLACE.sub(lambda place: f"{place[1]}\n{text_of(evaluation())}\n\n{place[2]}", page)
+    document = json.loads(EVALUATION.read_text())
+    return PLACE.sub(lambda place: f"{place[1]}\n{text_of(document)}\n\n{place[2]}", page)
 
 
 if __name__ == "__main__":

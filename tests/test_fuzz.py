@@ -291,7 +291,7 @@ def test_a_mutated_input_is_refused_by_name_or_means_one_thing(
 def test_the_oracle_sees_a_type_that_slips_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MethodConfig, "__post_init__", lambda self: None)
     faults = 0
-    for seed in range(60):
+    for seed in range(90):
         names: list[str] = []
         try:
             try_config(random.Random(f"configs {seed}"), tmp_path, names)

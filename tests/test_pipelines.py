@@ -228,7 +228,7 @@ def test_a_run_from_an_image_meets_its_budget_in_the_steps_it_takes(
     pipe = StableDiffusion3Img2ImgPipeline(**tiny.load(tmp_path).components)
     pipe.set_progress_bar_config(disable=True)
     start = {"image": torch.rand(1, 3, 64, 64), "strength": strength, "height": 64, "width": 64}
-    with shiva.attach(pipe, shiva.Sweep(budget=0.5, fill="auto")) as session:
+    with shiva.attach(pipe, shiva.Sweep(budget=0.5, fill="auto", tilt=0.0)) as session:
         tiny.image(pipe, steps=steps, **start)
         summary = session.summary()
         assert len(summary.steps) == left

@@ -54,7 +54,7 @@ def test_a_run_is_reduced_by_every_kind_of_method(name: str, tmp_path: Path) -> 
                 ran = sum(spent, ZERO)
                 assert summary.flops.attention == pytest.approx(ran.attention)
                 assert summary.flops.linear == pytest.approx(ran.linear, rel=0.01)
-            if name != "wan" or not isinstance(config, shiva.Sweep):
+            if name != "wan" or not getattr(config, "tilt", 0.0):  # whose two transformers share a run out
                 assert summary.keep == pytest.approx(getattr(config, "budget", 0.5), abs=0.02)
                 assert 0.3 < summary.flops_share < (0.99 if tiny.references else 0.95)
     assert torch.equal(tiny.draw(pipe), dense)

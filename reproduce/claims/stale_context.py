@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import shiva
-from reproduce.claims.common import ROOT, progress
+from reproduce.claims.common import progress
 from shiva.bench.table import environment
 from shiva.checkpoint import write_atomically
 from shiva.core import BackboneSpec, Place, StepContext
@@ -43,7 +43,7 @@ from shiva.fitting import Watching
 from shiva.methods.refresh import Refresh, RefreshMethod
 from shiva.ops.probe import FEATURES, look
 
-LABELS = ROOT / "recipes" / "emoji" / "data" / "fluent-emoji-64.parquet"
+LABELS = Path("recipes/emoji/data/fluent-emoji-64.parquet")
 RIDGE = 1e-3
 
 

@@ -70,7 +70,7 @@ class Session(Stepper):
         if self.ctx is not None:
             self.ctx.run = self.ctx.now = self._tracker.run.state = None
         self._tracker.forget()
-        self.method.forget()
+        self.method._forget()
         self.hooks.release()
 
     def rehook(self) -> None:

@@ -165,7 +165,8 @@ def run_flops(transformer: nn.Module, chosen: Shape, config: MethodConfig, steps
         transformer(**call)  # a meta timestep has no value to read: the context of each step is filled in below
         assert session.ctx is not None
         example, records, counted, carried = session.ctx, [], [], session.method.new_run()
-        for step in range(steps if config.steps_differ else min(steps, 2)):
+        differ = config.steps_differ or getattr(config, "tilt", 0.0) != 0
+        for step in range(steps if differ else min(steps, 2)):
             timestep = float(timesteps[step])
             now = session.method.new_step()
             ctx = replace(example, timestep=timestep, step=step, now=now, run=carried, kept={})

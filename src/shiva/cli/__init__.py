@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+
 import typer
 
 from shiva import __version__
@@ -35,6 +38,9 @@ def shiva(
 
 def main() -> None:
     """Run a command; what a person did wrong is one line, not a traceback."""
+    for library in ("DIFFUSERS", "TRANSFORMERS"):  # their notices at import would stand before it
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         app()
     except Exception as error:

@@ -147,7 +147,7 @@ class Method(nn.Module):
     def end_step(self, output: Tensor, ctx: StepContext) -> Tensor | None:
         """Once a call, with the model's prediction; what it returns takes the prediction's place."""
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Let go of what it keeps from run to run: its session ends."""
 
     def own_flops(self, ctx: StepContext, counts: Sequence[float]) -> float:

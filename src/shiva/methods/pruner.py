@@ -187,7 +187,8 @@ class Pruner(Method):
     def settles(self, ctx: StepContext) -> bool:
         """Whether a drawn score alone chooses, at sizes whose choices can be kept."""
         alone = not (self.age_weight or self.config.cover or ctx.trace is not None or torch.compiler.is_compiling())
-        assert ctx.latents is not None
+        if ctx.latents is None:  # a step that is recorded outside a call
+            return False
         return alone and self.spec.layers * ctx.latents.shape[0] * ctx.tokens <= KEPT_TOKENS
 
     @torch.inference_mode(False)
@@ -208,7 +209,7 @@ class Pruner(Method):
             del known[oldest]
         return settled
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         self._settled.clear()
 
     def indices(self, x: Tensor, site: Place, ctx: StepContext) -> Tensor:

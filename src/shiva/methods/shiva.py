@@ -28,7 +28,7 @@ class Shiva(RoutedOptions, CountOptions):
     """Learned token selection with a learned ratio per layer and timestep.
 
     What you turn at inference, also under a trained checkpoint:
-        how many: budget or flops, bucket, dense, dense_steps, share_pairs
+        how many: budget or flops, tilt, bucket, dense, dense_steps, share_pairs
         which: guidance, age, cover
         what the others get: fill, near, cache_dtype, cache_layers, spread, parts
         what the chosen see: attends, freeze_references
