@@ -42,7 +42,7 @@ def table_of(document: dict[str, Any]) -> list[str]:
         for heading in every
         if heading.startswith(start) and "MACs" not in heading and any(every[heading].values())
     }
-    methods = [name for wanted in SHOWN for name in next(iter(every.values())) if re.fullmatch(wanted, name)]
+    methods = [name for wanted in SHOWN for name in max(every.values(), key=len) if re.fullmatch(wanted, name)]
     rows = [[name, *(cells.get(name, "") for cells in columns.values())] for name in methods]
     lines = [["", *columns], ["---", *["---:"] * len(columns)], *rows]
     return [f"| {' | '.join(line)} |" for line in lines]

@@ -150,9 +150,10 @@ def test_the_grid_says_what_each_way_is() -> None:
     grid = make_grid(8, frontier.fewer(8), pruned, ["MagCache"])
     kinds = {name: kind_of(way, grid[DENSE]) for name, way in grid.items()}
     assert frontier.fewer(8) == (6, 4, 3, 2)
+    assert frontier.fewer(4) == (3, 2)
     assert kinds["6 steps"] == "fewer steps"
     assert kinds["8 multistep"] == kinds["3 multistep"] == "multistep"
-    assert kinds["Sweep 0.4, 6 multistep"] == kinds["Sweep 0.4, 6 steps"] == kinds["ToMeSD"] == "tokens"
+    assert kinds["Sweep 0.4, 6 multistep"] == kinds["Sweep 0.4 in 6 steps"] == kinds["ToMeSD"] == "tokens"
     assert grid["converged"].steps == 100
     held = make_grid(8, (4,), pruned, [], solver="multistep")
     assert {name for name in held if "even" in name} == {"8 even", "4 even"}

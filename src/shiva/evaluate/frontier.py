@@ -35,9 +35,10 @@ Kind = Literal["dense", "fewer steps", "even steps", "multistep", "cache", "toke
 
 
 def fewer(steps: int) -> tuple[int, ...]:
-    """Numbers of steps below a run's: three quarters, a half, three eighths and a quarter of them."""
+    """Numbers of steps below a run's: three quarters, a half, three eighths and a quarter of them, two at least: one
+    alone some schedulers cannot place."""
     counts = {round(share * steps) for share in (0.75, 0.5, 0.375, 0.25)}
-    return tuple(sorted((count for count in counts if 0 < count < steps), reverse=True))
+    return tuple(sorted((count for count in counts if 1 < count < steps), reverse=True))
 
 
 def converged(steps: int) -> int:
@@ -75,7 +76,7 @@ def make_grid(
     found |= {name: dataclasses.replace(way, solver=solver) for name, way in pruned.items()}
     for n in fewer_steps[:1]:
         for name, way in pruned.items():
-            found[f"{name}, {n} steps"] = dataclasses.replace(way, steps=n, solver=solver)
+            found[f"{name} in {n} steps"] = dataclasses.replace(way, steps=n, solver=solver)
             found[f"{name}, {n} multistep"] = dataclasses.replace(way, steps=n, solver="multistep")
     return found
 

@@ -45,21 +45,23 @@ class Row:
 def demo_rows(base: str) -> list[Row]:
     """At most eight: the dense model and ours beside it, then its rivals."""
 
-    def checkpoint(method: str, budget: float) -> Candidate:
-        return Candidate(checkpoint=str(checkpoint_for(base, method)), options={"budget": budget})
+    def checkpoint(model: str, method: str, **options: float) -> Candidate:
+        return Candidate(checkpoint=str(checkpoint_for(model, method)), options=options)
 
     turbo = embedded(base).parent / TURBO[0]
     steps, guidance = usual_run(turbo)
-    few = [Row(f"turbo in {steps} steps", model=turbo, steps=steps, guidance=guidance)] if turbo.is_dir() else []
+    few = [
+        Row(f"turbo in {steps} steps", model=turbo, steps=steps, guidance=guidance),
+        Row("turbo, Shiva", checkpoint(TURBO[0], "Shiva 60", budget=0.66, tilt=2.0), turbo, steps - 1, guidance),
+    ]
     return [
         Row(DENSE),
         Row("Sweep 40", Candidate(method="Sweep", options={"budget": 0.4})),
-        Row("Shiva 80", checkpoint("Shiva 80", 0.8)),
-        Row("Shiva 60", checkpoint("Shiva 60", 0.6)),
-        Row("Lattice 60", checkpoint("Lattice", 0.6)),
+        Row("Shiva 80", checkpoint(base, "Shiva 80", budget=0.8)),
+        Row("Shiva 60", checkpoint(base, "Shiva 60", budget=0.6)),
         Row("ToMeSD", Candidate(method="ToMeSD", preset="paper")),
         Row("fewer steps", steps=10),
-        *few,
+        *(few if turbo.is_dir() else []),
     ]
 
 

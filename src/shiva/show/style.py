@@ -149,7 +149,7 @@ def series(points: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Points by what they have in common: a solver, a cache, a method, a method with fewer steps; cheapest first."""
     found: dict[str, list[dict[str, Any]]] = {}
     for point in sorted(points, key=lambda p: p["flops"]):
-        name = point["kind"] if point["kind"] in LINES else re.sub(r" [\d.]+(?=,|$)", "", point["name"])
+        name = point["kind"] if point["kind"] in LINES else re.sub(r" [\d.]+(?=,|$| in )", "", point["name"])
         found.setdefault(name, []).append(point)
     return found
 
