@@ -35,10 +35,10 @@ Kind = Literal["dense", "fewer steps", "even steps", "multistep", "cache", "toke
 
 
 def fewer(steps: int) -> tuple[int, ...]:
-    """Numbers of steps below a run's: three quarters, a half, three eighths and a quarter of them, two at least: one
-    alone some schedulers cannot place."""
-    counts = {round(share * steps) for share in (0.75, 0.5, 0.375, 0.25)}
-    return tuple(sorted((count for count in counts if 1 < count < steps), reverse=True))
+    """Numbers of steps below a run's: three quarters, a half, three eighths and a quarter of them; of four steps and
+    more, two at least, as some schedulers cannot place one alone."""
+    counts, least = {round(share * steps) for share in (0.75, 0.5, 0.375, 0.25)}, 2 if steps > 3 else 1
+    return tuple(sorted((count for count in counts if least <= count < steps), reverse=True))
 
 
 def converged(steps: int) -> int:
