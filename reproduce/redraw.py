@@ -14,10 +14,11 @@ BENCHES = Path("results/bench")
 
 
 def redraw_bench(path: Path) -> None:
-    """A benchmark's figure, by the name that its file starts with."""
+    """A benchmark's figure, by the name that its file starts with; a table alone has none."""
     kind = path.stem.partition("-")[0]
-    draw: Any = {"step": draw_step, "flops": draw_flops}.get(kind) or getattr(figures, f"draw_{kind}")
-    draw(json.loads(path.read_text()), path.with_suffix(".png"))
+    draw: Any = {"step": draw_step, "flops": draw_flops}.get(kind) or getattr(figures, f"draw_{kind}", None)
+    if draw is not None:
+        draw(json.loads(path.read_text()), path.with_suffix(".png"))
 
 
 def redraw_claim(path: Path) -> None:
