@@ -21,8 +21,8 @@ from shiva.fitting import fit
 from shiva.training.call import call
 from shiva.training.families import family_of
 from shiva.training.family import Text
-from shiva.training.noise import noise_process
-from shiva.training.recipe import recipe_from
+from shiva.training.noise import FlowMatching, noise_process
+from shiva.training.recipe import lay_over, read_recipe, recipe_from
 from shiva.training.trainer import Trainer
 from training_tiny import save_folder
 
@@ -198,6 +198,49 @@ def test_an_unknown_transformer_is_refused() -> None:
 
 
 RECIPES = {"flux2-klein": "klein", "qwen-image": "qwen", "z-image": "zimage", "wan": "wan"}
+FEW_STEPS = {"sd35-turbo": "sd3", "flux-schnell": "flux", "flux2-klein-turbo": "klein"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", FEW_STEPS)
+def test_a_recipe_for_few_steps_trains_a_tiny_pipeline(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own settings but for size, data and steps: three steps that are led back to a dense run of four."""
+    row = ROWS[FEW_STEPS[recipe]]
+    made = row.make()
+    made.save_pretrained(tmp_path / "pipeline")
+    save_folder(tmp_path / "images", 4)
+    text = {key: value[:1] for key, value in row.text.items()}
+
+    def encode(self: Any, prompts: Any) -> Text:
+        return {key: value.repeat(len(prompts), *[1] * (value.ndim - 1)) for key, value in text.items()}
+
+    monkeypatch.setattr(type(family_of(made)), "encode", encode)
+    changes = {
+        "model": {"path": str(tmp_path / "pipeline"), "text_length": None},
+        "data": {"kind": "imagefolder", "path": str(tmp_path / "images"), "caption": "text", "resolution": 32},
+        "method": {"bottleneck": 4, "rank": 4},
+        "start": None,
+        "stages": {"all": {"steps": 2}},
+        "sampling": {"batch": 2},
+        "adapter": {"rank": 2, "alpha": 2},
+        "validation": {"samples": 1, "images": 0, "every": 0},
+    }
+    values = lay_over(read_recipe(REPOSITORY / "recipes" / f"{recipe}.yaml"), changes)
+    values["data"]["cache"] = "auto"
+    trainer = Trainer(recipe_from(values), tmp_path / "run")
+    output = trainer.run()
+    process = trainer.objectives.process
+    assert isinstance(process, FlowMatching)
+    assert (len(process.levels), len(process.followed), process.dense_steps) == (3, 4, (0,))
+    with shiva.attach(made, output, budget=0.5) as session:
+        family = family_of(made)
+        family.empty = EMPTY[FEW_STEPS[recipe]]
+        latents = family.draw_latents(text, row.size, 3, 0.0, [0])
+        assert latents.isfinite().all()
+        reduced = [min(record.kept.values()) < record.tokens for record in session.stats]
+        assert reduced == [False, True, True]
 
 
 @pytest.mark.slow

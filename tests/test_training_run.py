@@ -94,6 +94,38 @@ def test_router_and_fill_learn_from_rollouts_and_the_diffusion_loss_is_left_out(
     assert moved == {"routers", "shortcut"}
 
 
+def test_a_rollout_that_follows_a_dense_run_is_led_back_to_it(folder: Path, tmp_path: Path) -> None:
+    """Where the reduced run of 3 steps stands, the aim is the one prediction that meets the dense run of 5."""
+    trainer = trainer_of(folder, tmp_path, **{**RUN, "sampling": {**RUN["sampling"], "follow": 5}})
+    objectives, batch = trainer.objectives, trainer.validator.batches()[0]
+    batch = replace(batch, rolls_out=True, exploration=replace(batch.exploration, ratio=0.5))
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=2.0)
+    scheduler.set_timesteps(5)
+    dense_levels, levels = scheduler.sigmas.tolist(), [*objectives.process.levels, 0.0]
+    for now, following in pairwise(levels):
+        there = batch.noise
+        with dense(trainer.session), torch.no_grad():
+            for level, lower in pairwise(dense_levels):
+                if level > following:
+                    made, _ = objectives.call(replace(batch, timestep=1000 * level, reached=there))
+                    there = there + (max(lower, following) - level) * made
+        rolled = objectives.rolled_out(replace(batch, timestep=1000 * now))
+        assert rolled.reached is not None
+        assert rolled.aim is not None
+        torch.testing.assert_close(rolled.reached + (following - now) * rolled.aim, there, atol=1e-4, rtol=1e-4)
+        losses, _ = objectives.losses(replace(batch, timestep=1000 * now))
+        learned, _ = objectives.learn(rolled, objectives.teach(rolled))
+        torch.testing.assert_close(losses["output"], (learned - rolled.aim).square().mean())
+
+
+def test_a_run_is_validated_in_its_own_steps(folder: Path, tmp_path: Path) -> None:
+    """With its first step dense: a single call would be taken for that step, and every keep measure the same."""
+    options = {"validation": {"every": 0, "samples": 3, "keeps": [0.9, 0.3], "images": 0}}
+    trainer = trainer_of(folder, tmp_path, **{**RUN, **options, "method": {**RUN["method"], "dense_steps": [0]}})
+    measured = trainer.validator.measure()
+    assert 0 < measured["mse/keep_0.9"] < measured["mse/keep_0.3"]
+
+
 def test_a_run_starts_with_a_fitted_shortcut(folder: Path, tmp_path: Path) -> None:
     pipe = StableDiffusion3Pipeline.from_pretrained(folder / "pipeline", text_encoder_3=None, tokenizer_3=None)
     fitted = fit(pipe, CAPTIONS[:4], steps=(2,), guidance=0.0, rank=4, arguments={"max_sequence_length": 0})
@@ -109,7 +141,12 @@ def test_a_run_starts_with_a_fitted_shortcut(folder: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("sampling", "message"),
-    [({"density": "run"}, "steps"), ({"steps": 4}, "density"), ({"rollout": 0.5}, "density: run")],
+    [
+        ({"density": "run"}, "steps"),
+        ({"steps": 4}, "density"),
+        ({"rollout": 0.5}, "density: run"),
+        ({"density": "run", "steps": 3, "rollout": 0.5, "follow": 4}, "rollout: 1"),
+    ],
 )
 def test_a_rollout_needs_a_run(folder: Path, sampling: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -3,11 +3,13 @@ true FLOPs, beside fewer steps.
 
     python -m reproduce.claims.floor                                  # 4 and 8 steps of the embedded model
     python -m reproduce.claims.floor --steps 4 --budgets 0.6 0.4 --output outputs/floor
-    python -m reproduce.claims.floor --model models/emoji-128-turbo --name emoji-128-turbo --steps 4 --guidance 0
+    python -m reproduce.claims.floor --model models/emoji-128-turbo --name emoji-128-turbo --steps 4 --guidance 0 \\
+      --checkpoint models/turbo/shiva
 
-Lattice is fitted on other prompts than those that are drawn, with nothing trained. FLOPs hold the fill's own. The
-oracle computes all tokens to find those that its neighbours tell least of, and is shown at the FLOPs of a router that
-would know them: a bound.
+A checkpoint of Shiva runs with its own router, and with a lattice and random tokens in the router's place. Lattice is
+fitted on other prompts than those that are drawn, with nothing trained. FLOPs hold the fill's own. The oracle computes
+all tokens to find those that its neighbours tell least of, and is shown at the FLOPs of a router that would know them:
+a bound.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ from shiva.evaluate.drawing import draw, load_with_arguments
 from shiva.evaluate.metrics.pixels import image_psnr
 from shiva.evaluate.prompts import read_prompts
 from shiva.fitting import Fitted, fit
+from shiva.methods import scores
 from shiva.methods.rules import LatticeMethod
+from shiva.methods.scores import Score
 from shiva.ops.topk import hard_topk
 from shiva.show.style import PALETTE
 
@@ -88,8 +92,10 @@ def series(budget: float) -> dict[str, Build]:
         "Lattice": shiva.Lattice(budget=budget, tilt=0.0).build,
         "Lattice, not fitted": shiva.Lattice(budget=budget, tilt=0.0, parts="neighbours").build,
         "Lattice, regression alone": shiva.Lattice(budget=budget, tilt=0.0, parts="lin").build,
+        "Lattice, mean update": shiva.Lattice(budget=budget, tilt=0.0, parts="mean").build,
         "lattice, identity": shiva.Lattice(budget=budget, tilt=0.0, parts="identity").build,
         "random, same fill": shiva.Ranked(budget=budget, fill="shortcut").build,
+        "random, near": shiva.Ranked(budget=budget, fill="near").build,
         "random, identity": shiva.Ranked(budget=budget).build,
         "Sweep": shiva.Sweep(budget=budget, tilt=0.0).build,
     }
@@ -159,6 +165,45 @@ def points(stage: Stage, weights: Fitted, steps: int, budgets: Sequence[float]) 
     return found
 
 
+RANKS, SPREADS = (8, 16, 32, 64), (0.35, 0.5, 0.7, 1.0)
+
+
+def shapes_of_the_fill(stage: Stage, steps: int, budget: float) -> list[Point]:
+    """Lattice by the rank of its regression, and by how wide its neighbours' weights are."""
+    dense, found = stage.images(steps), []
+    for rank in progress(RANKS, "rank"):
+        weights = stage.fitted([steps], rank)
+        build = shiva.Lattice(budget=budget, tilt=0.0, rank=rank).build
+        point = stage.measured(build, weights, steps, dense)
+        found.append(dataclasses.replace(point, series="rank", setting=rank))
+    weights = stage.fitted([steps], RANKS[2])
+    for spread in progress(SPREADS, "spread"):
+        build = shiva.Lattice(budget=budget, tilt=0.0, spread=spread).build
+        point = stage.measured(build, weights, steps, dense)
+        found.append(dataclasses.replace(point, series="spread", setting=spread))
+    return found
+
+
+CHOOSERS: dict[str, Score | None] = {"its router": None, "a lattice": scores.Lattice(), "random": scores.Random()}
+
+
+def who_chooses(stage: Stage, checkpoint: Path, steps: int, fewer: int, budgets: Sequence[float]) -> list[Point]:
+    """A trained checkpoint in fewer steps, its tokens chosen by its router and by rules; all else is its own."""
+    found = []
+    for seed in progress(range(3), "who chooses"):
+        drawn = dataclasses.replace(stage, seed=seed)
+        dense = drawn.images(steps)
+        for budget, (name, score) in itertools.product(budgets, CHOOSERS.items()):
+            alone = {} if score is None else {"cover": 0.0}
+            with shiva.attach(drawn.pipe, str(checkpoint), budget=budget, tilt=2.0, **alone) as session:
+                if score is not None:
+                    session.method.score = score
+                psnr = list(map(image_psnr, drawn.images(fewer), dense))
+                share = session.summary().flops_share * fewer / steps
+            found.append(Point(f"{name}, seed {seed}", steps, budget, share, psnr))
+    return found
+
+
 def line_of_fewer_steps(found: Sequence[Point], steps: int, flops: float) -> float | None:
     """PSNR of a dense run of fewer steps at this share of FLOPs, between those that exist; None beyond them."""
     known = sorted((p.flops, p.mean) for p in found if p.series == FEWER and p.steps == steps)
@@ -218,6 +263,8 @@ def main() -> None:
     parser.add_argument("--fit", type=int, default=48, help="other prompts, of whose dense runs Lattice is fitted")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shapes", type=float, help="a budget, at which rank and spread are varied too")
+    parser.add_argument("--checkpoint", type=Path, help="of Shiva, which runs in one step less")
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "floor")
     options = parser.parse_args()
     start, console = time.perf_counter(), Console()
@@ -234,12 +281,21 @@ def main() -> None:
         fits[steps] = {"seconds": round(weights.seconds, 1), "tokens": weights.tokens, "r_squared": rows}
         found += points(stage, weights, steps, options.budgets)
         console.print(table_of(found, steps))
+    shapes = shapes_of_the_fill(stage, options.steps[0], options.shapes) if options.shapes else []
+    chosen = []
+    if options.checkpoint:
+        steps = options.steps[0]
+        chosen = who_chooses(stage, options.checkpoint, steps, steps - 1, options.budgets)
+    console.print(table_of([*shapes, *chosen], options.steps[0]))
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
     del settings["output"], settings["labels"]
     record = {
         "settings": {**settings, "drawn": drawn, "weights": fingerprint(options.model)},
         "fits": fits,
-        "points": [{**dataclasses.asdict(point), "mean": point.mean} for point in found],
+        **{
+            name: [{**dataclasses.asdict(point), "mean": point.mean} for point in some]
+            for name, some in (("points", found), ("shapes", shapes), ("who_chooses", chosen))
+        },
         "seconds": round(time.perf_counter() - start, 1),
         "environment": environment(),
     }

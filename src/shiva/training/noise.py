@@ -68,6 +68,8 @@ class FlowMatching:
     """With density "run": the noise levels at which the run's steps begin."""
     dense_steps: tuple[int, ...] = ()
     """Steps of that run that see all tokens."""
+    followed: tuple[float, ...] = ()
+    """The noise levels at which the steps of a dense run begin that rollouts are led back to."""
 
     def timestep(self, quantile: float, tokens: int) -> float:
         """The timestep, 0 (image) to 1000 (noise), at a quantile of the training density."""
@@ -101,6 +103,15 @@ class FlowMatching:
         """The steps, as pairs of timesteps, by which the run comes from noise to a timestep of its own."""
         passed = [level * self.steps for level in self.levels if level * self.steps >= timestep]
         return list(itertools.pairwise(passed))
+
+    def after(self, timestep: float) -> float:
+        """The timestep that the run's step from one of its own leads to."""
+        return max((level * self.steps for level in self.levels if level * self.steps < timestep), default=0.0)
+
+    def way_along(self, timestep: float) -> list[tuple[float, float]]:
+        """The steps, as pairs of timesteps, by which the dense run comes from noise to a timestep."""
+        passed = [level * self.steps for level in self.followed if level * self.steps > timestep]
+        return list(itertools.pairwise([*passed, timestep]))
 
     def sees_all(self, timestep: float) -> bool:
         """Whether the run's step at a timestep is one that sees all tokens."""
@@ -156,7 +167,11 @@ NoiseProcess = FlowMatching | VariancePreserving
 
 
 def noise_process(
-    scheduler: Any, density: str, levels: Sequence[float] = (), dense_steps: Sequence[int] = ()
+    scheduler: Any,
+    density: str,
+    levels: Sequence[float] = (),
+    dense_steps: Sequence[int] = (),
+    followed: Sequence[float] = (),
 ) -> NoiseProcess:
     """That of a pipeline's scheduler, or an error naming what it lacks; at the `levels` of a run, if given."""
     config = scheduler.config
@@ -165,7 +180,7 @@ def noise_process(
         if config.get("use_dynamic_shifting"):
             dynamic = (config.base_shift, config.max_shift, config.base_image_seq_len, config.max_image_seq_len)
         steps = config.num_train_timesteps
-        shift, run = float(config.shift or 1.0), (tuple(levels), tuple(dense_steps))
+        shift, run = float(config.shift or 1.0), (tuple(levels), tuple(dense_steps), tuple(followed))
         return FlowMatching(density, shift, dynamic, steps, 1e-3, *run)
     if levels:
         raise ValueError(
@@ -234,6 +249,8 @@ class MicroBatch:
     """Whether it is to stand where the reduced model's own run brings it."""
     reached: Tensor | None = None
     """Where that is (B, C, h, w); without it the clean latents and the noise are mixed."""
+    aim: Tensor | None = None
+    """The prediction (B, C, h, w) that leads from there back to the dense run, where that is the target."""
 
     def to(self, device: torch.device) -> MicroBatch:
         text = {name: value.to(device) for name, value in self.text.items()}

@@ -49,7 +49,8 @@ class Objectives:
 
     @property
     def needs_teacher(self) -> bool:
-        return bool(self.weights["output"] or self.distilled_layers() or trained(self.session).needs_updates)
+        teaches = self.weights["output"] and not (isinstance(self.process, FlowMatching) and self.process.followed)
+        return bool(teaches or self.distilled_layers() or trained(self.session).needs_updates)
 
     def call(self, batch: MicroBatch, **how: Any) -> tuple[Tensor, Record]:
         """The transformer's prediction (B, C, h, w), and the record of its call; `how` as in `call.call`."""
@@ -68,13 +69,25 @@ class Objectives:
             return batch
         here = batch.noise.float()
         torch.manual_seed(batch.seed)
+        self.session.begin_run()
         for now, following in self.process.way_to(batch.timestep):
             standing = replace(batch, timestep=now, reached=here)
             sees_all = self.process.sees_all(now)
             explore = replace(batch.exploration, ratio=1.0) if sees_all else batch.exploration
             prediction, _ = self.call(standing, explore=explore)
             here = self.process.advance(here, prediction, now, following)
-        return replace(batch, reached=here)
+        batch = replace(batch, reached=here)
+        return replace(batch, aim=self.way_back(batch, self.process)) if self.process.followed else batch
+
+    def way_back(self, batch: MicroBatch, process: FlowMatching) -> Tensor:
+        """The prediction by which a rollout's next step would meet the dense run from the same noise."""
+        assert batch.reached is not None
+        there, following = batch.noise.float(), process.after(batch.timestep)
+        with dense(self.session):
+            for now, then in process.way_along(following):
+                prediction, _ = self.call(replace(batch, timestep=now, reached=there))
+                there = process.advance(there, prediction, now, then)
+        return (there - batch.reached) * (process.steps / (following - batch.timestep))
 
     def forward(self, batch: MicroBatch) -> Tensor:
         return self.call(batch)[0]
@@ -108,8 +121,11 @@ class Objectives:
         prediction, record = self.learn(batch, teaching)
         rolled = batch.reached is not None  # from where no target is known; all have the same names, as ranks add them
         losses = {"diffusion": prediction.new_zeros(()) if rolled else self.diffusion(prediction, batch)}
-        if teaching is not None:
+        if batch.aim is not None:
+            losses["output"] = F.mse_loss(prediction, batch.aim)
+        elif teaching is not None:
             losses["output"] = F.mse_loss(prediction, teaching.prediction)
+        if teaching is not None:
             for layer, taught in teaching.recording.outputs.items():
                 learned = record.recording.outputs[layer]
                 if learned.shape != taught.shape:
@@ -197,7 +213,9 @@ class Validator:
             tokens = family.tokens((latents.shape[-2], latents.shape[-1]))
             timestep = process.timestep((place + 0.5) / len(self.indices), tokens)
             before = Before(process.earlier(timestep, 1 / self.reuse.steps, tokens), 1.0)
-            batches.append(MicroBatch(latents, noise, text, timestep, 0, Exploration(), before).to(self.device))
+            rolls_out = isinstance(process, FlowMatching) and bool(process.levels)
+            batch = MicroBatch(latents, noise, text, timestep, 0, Exploration(), before, rolls_out)
+            batches.append(batch.to(self.device))
         return batches
 
     @torch.no_grad()
@@ -207,23 +225,27 @@ class Validator:
         results: dict[str, float] = {}
         with as_trained(session), untouched_scheduler(self.objectives.family.pipe):
             batches = self.batches()
-            taught = [self.objectives.teach(batch).prediction for batch in batches]
             for keep in (*self.options.keeps, None):
                 context = at_keep(session, keep)
                 if context is None:
                     continue
                 with context:
-                    distances = [self._distance(b, d) for b, d in zip(batches, taught, strict=True)]
+                    distances = [self._distance(batch) for batch in batches]
                 name = "schedule" if keep is None else f"keep_{keep:g}"
                 for measure, values in zip(("mse", "cosine"), zip(*distances, strict=True), strict=True):
                     results[f"{measure}/{name}"] = sum(values) / len(values)
         return results
 
-    def _distance(self, batch: MicroBatch, taught: Tensor) -> tuple[float, float]:
-        cached = trained(self.objectives.session).needs_earlier
-        if cached:  # a run of two steps, of which the first fills the cache
-            self.objectives.call(batch.earlier(), begins=True)
-        reduced, _ = self.objectives.call(batch, begins=not cached)
+    def _distance(self, batch: MicroBatch) -> tuple[float, float]:
+        """Of the reduced model's prediction to its target: in a run's own step, if there is one to follow."""
+        objectives = self.objectives
+        batch = objectives.rolled_out(batch)
+        begins = batch.reached is None
+        if batch.reached is None and trained(objectives.session).needs_earlier:
+            objectives.call(batch.earlier(), begins=True)  # a run of two steps, of which the first fills the cache
+            begins = False
+        reduced, _ = objectives.call(batch, begins=begins)
+        taught = objectives.teach(batch).prediction if batch.aim is None else batch.aim
         cosine = F.cosine_similarity(reduced.flatten(1), taught.flatten(1))
         return float(F.mse_loss(reduced, taught)), float(cosine.mean())
 
@@ -254,8 +276,10 @@ class Validator:
 
 def process_of(family: Family, sampling: Sampling, side: int, dense_steps: Sequence[int] = ()) -> NoiseProcess:
     """The noise process of a pipeline, at the levels of a run where sampling follows one."""
-    levels = () if sampling.steps is None else noise_levels(family, side, sampling.steps)
-    return noise_process(family.pipe.scheduler, sampling.density, levels, dense_steps)
+    levels, followed = (
+        () if steps is None else noise_levels(family, side, steps) for steps in (sampling.steps, sampling.follow)
+    )
+    return noise_process(family.pipe.scheduler, sampling.density, levels, dense_steps, followed)
 
 
 def noise_levels(family: Family, side: int, steps: int) -> tuple[float, ...]:

@@ -173,6 +173,9 @@ class Sampling:
     rollout: Share = 0.0
     """With `density: run`, the share of micro-batches that stand where the reduced model's own run from noise, without
     guidance, brings them: errors of earlier steps are learned too. The dense prediction is their target."""
+    follow: Count | None = None
+    """With rollouts, their target is instead the way back: to where the dense model's own run of so many steps, from
+    the same noise, stands at the next noise level. More steps than `steps` teach to do with fewer at once."""
     ratio_min: Ratio = 0.2
     """Smallest ratio of router warm-up; the paper gives no value."""
     ratio_max: Ratio = 0.9
@@ -187,6 +190,8 @@ class Sampling:
             raise ValueError(f"sampling.density={self.density} with steps={self.steps}; give both `run` and `steps`")
         if self.rollout and self.density != "run":
             raise ValueError(f"sampling.rollout={self.rollout} goes along a run; set density: run, and its steps")
+        if self.follow and self.rollout < 1:
+            raise ValueError(f"sampling.follow={self.follow} aims rollouts, and others have no aim; set rollout: 1")
         if self.ratio_min > self.ratio_max:
             raise ValueError(f"sampling.ratio_min={self.ratio_min} is above ratio_max={self.ratio_max}; exchange them")
         if self.batch % self.micro_batch:
