@@ -28,7 +28,8 @@ from shiva.core.context import Exploration
 from shiva.session import Session
 from shiva.training.adapter import RunAdapter
 from shiva.training.call import blocks_of, trained
-from shiva.training.noise import Before, FlowMatching, MicroBatch
+from shiva.training.draws import Before, MicroBatch
+from shiva.training.noise import FlowMatching
 from shiva.training.objectives import Objectives
 from shiva.training.sections import WEIGHTS, Adapter
 from tiny_images import IMAGES

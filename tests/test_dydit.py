@@ -13,7 +13,7 @@ import shiva
 from baseline_tools import SPEC, output
 from shiva.core.context import Exploration, StepContext
 from shiva.core.layout import Layout
-from shiva.training.noise import exploration, moment
+from shiva.training.draws import exploration, moment
 from shiva.training.sections import Stage, Temperatures
 
 from tiny import BACKBONES, make_sd3, noise

@@ -12,7 +12,7 @@ from shiva.core.method import BackboneSpec
 from shiva.methods.shiva import ShivaMethod
 from shiva.ops.networks import BudgetController
 from shiva.ops.schedule import RatioSchedule
-from shiva.training.noise import strata
+from shiva.training.draws import strata
 from shiva.training.sections import Stage
 
 SPEC = BackboneSpec("Tiny", layers=6, width=8, time_width=8, prompt_width=8)

@@ -23,8 +23,8 @@ from torch import Tensor, distributed
 
 import shiva
 from shiva.core.method import BackboneSpec
+from shiva.training.draws import moment
 from shiva.training.feed import load_ahead
-from shiva.training.noise import moment
 from shiva.training.objectives import NonFiniteError
 from shiva.training.process import Sharding, sharding_of
 from shiva.training.recipe import recipe_from

@@ -6,7 +6,8 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 
-from shiva.training.noise import FlowMatching, noise_process, strata, stratified_ratios
+from shiva.training.draws import strata, stratified_ratios
+from shiva.training.noise import FlowMatching, noise_process
 
 from tiny import noise
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from shiva.cli import app
 from shiva.core.options import conform
-from shiva.training.noise import moment
+from shiva.training.draws import moment
 from shiva.training.recipe import Recipe, load_recipe, recipe_from
 from shiva.training.sections import STAGES, Stage, Temperatures
 

@@ -14,7 +14,8 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, StableDiff
 import shiva
 from shiva.fitting import fit
 from shiva.training.call import as_trained, dense
-from shiva.training.noise import draw_batch, moment, noise_process
+from shiva.training.draws import draw_batch, moment
+from shiva.training.noise import noise_process
 from shiva.training.recipe import recipe_from
 from shiva.training.trainer import Trainer
 from test_training_loop import run_steps, trainer_of

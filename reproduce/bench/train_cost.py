@@ -23,8 +23,9 @@ from shiva.core.method import MethodConfig, Trainable
 from shiva.methods import DiffCR, DyDiT, NeuralSort, Shiva, SparseDiT
 from shiva.training.adapter import adapter_config, adapter_parameters, add_adapter
 from shiva.training.call import begin_batch
+from shiva.training.draws import MicroBatch
 from shiva.training.family import SD3Family
-from shiva.training.noise import FlowMatching, MicroBatch
+from shiva.training.noise import FlowMatching
 from shiva.training.objectives import Objectives
 from shiva.training.recipe import WEIGHTS
 

@@ -19,7 +19,7 @@ import torch
 
 from reproduce.claims.common import Claim, Result, judge, main, progress, spread
 from shiva.ops.networks import BudgetController, RatioPolicy
-from shiva.training.noise import strata
+from shiva.training.draws import strata
 
 LAYERS, TARGET, START, BATCH, STEPS = 24, 0.6, 0.8, 16, 700
 GRID = torch.linspace(20, 1000, 50)

@@ -29,7 +29,7 @@ from shiva.checkpoint import ShivaCheckpoint, write_atomically
 from shiva.core.options import merge
 from shiva.evaluate.metrics.pixels import image_psnr
 from shiva.files import read_json, to_json
-from shiva.training.noise import MicroBatch, seed_of
+from shiva.training.draws import MicroBatch, seed_of
 from shiva.training.objectives import Objectives, Teaching
 from shiva.training.recipe import Recipe, read_recipe, recipe_from
 from shiva.training.trainer import Trainer

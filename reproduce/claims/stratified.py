@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from reproduce.claims.common import Claim, Result, generator, judge, main, progress, spread
-from shiva.training.noise import strata
+from shiva.training.draws import strata
 
 BATCH = 16
 

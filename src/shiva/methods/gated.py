@@ -20,7 +20,7 @@ from shiva.core.context import StepContext
 from shiva.core.method import BackboneSpec, Place, unify_guidance
 from shiva.core.options import Count, NotNegative, Positive, Ratio
 from shiva.core.reduction import Reduction
-from shiva.methods.pruner import RoutedOptions, RoutedPruner
+from shiva.methods.routed import RoutedOptions, RoutedPruner
 from shiva.ops.networks import logit, perturb
 from shiva.ops.relaxed import Solver, lapsum_topk, neuralsort_topk, soft_topk
 from shiva.ops.schedule import RatioSchedule

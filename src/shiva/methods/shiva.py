@@ -16,7 +16,8 @@ from shiva.core.method import BackboneSpec, Place, Run
 from shiva.core.options import NotNegative, Ratio
 from shiva.core.reduction import Reduction, Streams
 from shiva.methods.counts import CountOptions, Table
-from shiva.methods.pruner import PrunerStep, RoutedOptions, RoutedPruner
+from shiva.methods.pruner import PrunerStep
+from shiva.methods.routed import RoutedOptions, RoutedPruner
 from shiva.methods.scores import full_precision
 from shiva.ops.networks import POLICIES, BudgetController, perturb
 from shiva.ops.schedule import RatioSchedule

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from shiva.checkpoint import write_atomically
 from shiva.files import read_json, to_json
 from shiva.training.data import Example, ImageItems, digest, nearest_size
+from shiva.training.draws import seed_of
 from shiva.training.family import Family, Text
-from shiva.training.noise import seed_of
 from shiva.training.recipe import Recipe
 
 MANIFEST = "manifest.json"

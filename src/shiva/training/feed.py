@@ -15,8 +15,8 @@ from torch import Tensor
 
 from shiva.training.cache import LatentCache, Ranks, Report, fill_cache, made_by
 from shiva.training.data import Example, Grid, ImageItems, Images, bucket_sizes, read_examples, stream_examples
+from shiva.training.draws import generator_of
 from shiva.training.family import Family, Size, Text
-from shiva.training.noise import generator_of
 from shiva.training.recipe import Recipe
 from shiva.training.sections import Data
 

@@ -18,7 +18,7 @@ from shiva.checkpoint import write_atomically
 from shiva.core.method import Trainable
 from shiva.core.needs import need
 from shiva.ops.schedule import RatioSchedule
-from shiva.training.noise import Moment
+from shiva.training.draws import Moment
 from shiva.training.recipe import Recipe
 
 QUIET_SECONDS = 15

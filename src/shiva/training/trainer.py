@@ -19,13 +19,14 @@ from shiva.training import state as states
 from shiva.training.adapter import RunAdapter
 from shiva.training.cache import Ranks
 from shiva.training.call import begin_batch, blocks_of, check_groups, finish, trained
+from shiva.training.draws import MicroBatch, Moment, draw_batch, moment, seed_of
 from shiva.training.families import load_family
 from shiva.training.feed import Loaded, load_ahead, prepare
 from shiva.training.log import Log
-from shiva.training.noise import MicroBatch, Moment, draw_batch, moment, seed_of
-from shiva.training.objectives import NonFiniteError, Objectives, Validator, not_finite_of, process_of
+from shiva.training.objectives import NonFiniteError, Objectives, not_finite_of, process_of
 from shiva.training.recipe import Recipe
 from shiva.training.state import State
+from shiva.training.validation import Validator
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}
 
