@@ -333,9 +333,10 @@ def test_the_demo_has_eight_rows_at_most_and_takes_the_larger_model_once_it_is_t
         (tmp_path / "models" / name / "model_index.json").write_text("{}")
     rows = demo_rows("emoji-128")
     assert len(rows) <= 8
-    assert rows[-1].model == Path("models/emoji-128-turbo")
-    assert [row.passes for row in rows[-2:]] == [4, 3]
-    assert rows[3].candidate.checkpoint == "models/shiva-128/60"
+    assert {row.model for row in rows[-4:]} == {Path("models/emoji-128-turbo")}
+    assert [row.passes for row in rows[-4:]] == [4, 3, 3, 3]
+    assert rows[-1].candidate.checkpoint == "models/turbo/shiva"
+    assert [row.candidate.checkpoint for row in demo_rows("emoji")[2:4]] == ["models/shiva/80", "models/shiva/60"]
     base, found, left_out = chosen_rows(None, every=False, steps=8)
     assert base == Path("models/emoji-128")
     assert {row.name: row.steps for row in found} == {
@@ -344,11 +345,11 @@ def test_the_demo_has_eight_rows_at_most_and_takes_the_larger_model_once_it_is_t
         "ToMeSD": 8,
         "fewer steps": 5,
         "turbo in 4 steps": 2,
+        "turbo in 3 steps": 2,
     }
     assert [line.partition(" is not here")[0] for line in left_out] == [
-        "Shiva 80: models/shiva-128/80",
-        "Shiva 60: models/shiva-128/60",
-        "turbo, Shiva: models/turbo/shiva",
+        "turbo, Shiva 66: models/turbo/shiva",
+        "turbo, Shiva 50: models/turbo/shiva",
     ]
     with pytest.raises(FileNotFoundError, match="run shiva demo --all in a checkout"):
         chosen_rows(None, every=True, steps=None)

@@ -21,7 +21,7 @@ TURBO = ("emoji-128-turbo", *BASE)
 """The same for few steps, which the server opens with."""
 CHECKPOINTS = {
     "emoji": {"Shiva 80": "shiva/80", "Shiva 60": "shiva/60", "Lattice": "lattice"},
-    "emoji-128": {"Shiva 80": "shiva-128/80", "Shiva 60": "shiva-128/60", "Lattice": "lattice-128"},
+    "emoji-128": {"Lattice": "lattice-128"},
     "emoji-128-turbo": {"Shiva 60": "turbo/shiva", "Lattice": "turbo/lattice"},
 }
 """Of each embedded model, beside it: methods' checkpoints by folder."""

@@ -43,26 +43,31 @@ class Row:
 
 
 def demo_rows(base: str) -> list[Row]:
-    """At most eight: the dense model and ours beside it, then its rivals."""
+    """At most eight: the dense model, ours beside it, their rivals; then the same of the turbo, where it is there."""
 
-    def checkpoint(model: str, method: str, **options: float) -> Candidate:
-        return Candidate(checkpoint=str(checkpoint_for(model, method)), options=options)
+    def shiva(model: str, method: str, **options: float) -> Candidate | None:
+        folder = checkpoint_for(model, method)
+        return None if folder is None else Candidate(checkpoint=str(folder), options=options)
 
-    turbo = embedded(base).parent / TURBO[0]
-    steps, guidance = usual_run(turbo)
-    few = [
-        Row(f"turbo in {steps} steps", model=turbo, steps=steps, guidance=guidance),
-        Row("turbo, Shiva", checkpoint(TURBO[0], "Shiva 60", budget=0.66, tilt=2.0), turbo, steps - 1, guidance),
-    ]
-    return [
+    trained = {f"Shiva {share}": shiva(base, f"Shiva {share}", budget=share / 100) for share in (80, 60)}
+    rows = [
         Row(DENSE),
         Row("Sweep 40", Candidate(method="Sweep", options={"budget": 0.4})),
-        Row("Shiva 80", checkpoint(base, "Shiva 80", budget=0.8)),
-        Row("Shiva 60", checkpoint(base, "Shiva 60", budget=0.6)),
+        *(Row(name, candidate) for name, candidate in trained.items() if candidate is not None),
         Row("ToMeSD", Candidate(method="ToMeSD", preset="paper")),
         Row("fewer steps", steps=10),
-        *(few if turbo.is_dir() else []),
     ]
+    turbo = embedded(base).parent / TURBO[0]
+    if not turbo.is_dir():
+        return rows
+    steps, guidance = usual_run(turbo)
+    few = [
+        (f"turbo in {steps} steps", Candidate(), steps),
+        (f"turbo in {steps - 1} steps", Candidate(), steps - 1),
+        ("turbo, Shiva 66", shiva(TURBO[0], "Shiva 60", budget=0.66, tilt=2.0), steps - 1),
+        ("turbo, Shiva 50", shiva(TURBO[0], "Shiva 60", budget=0.5, tilt=2.0), steps - 1),
+    ]
+    return rows + [Row(name, made, turbo, count, guidance) for name, made, count in few if made is not None]
 
 
 def chosen_rows(methods: str | None, every: bool, steps: int | None) -> tuple[Path, list[Row], list[str]]:
@@ -97,8 +102,8 @@ def chosen_rows(methods: str | None, every: bool, steps: int | None) -> tuple[Pa
 PROMPTS = ("pizza", "red apple", "birthday cake", "dog face", "a fox", "octopus", "sunflower", "cactus")
 TURNS = 4
 """Parts that the prompts are drawn in, every method after the other in each, so that all meet the same machine."""
-LOOKED_INTO = ("Shiva 80", "Shiva 60", "Sweep 40")
-"""Whose chosen tokens are shown; the first two are of two checkpoints, whose scores are compared."""
+LOOKED_INTO = ("Shiva 80", "Shiva 60", "Sweep 40", "turbo, Shiva 66")
+"""Whose chosen tokens are shown, and whose routers' scores."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +131,10 @@ class Drawings:
         share = statistics.fmean(1.0 if turn.summary is None else turn.summary.flops_share for turn in self.turns)
         return share * self.row.passes / dense.row.passes
 
-    def closeness(self, dense: Drawings) -> float | None:
-        """Mean PSNR to the dense images; another model's have nothing to be near to."""
-        if self is dense or self.row.model != dense.row.model:
+    def closeness(self, made: Sequence[Drawings]) -> float | None:
+        """Mean PSNR to the dense images of the same model, which come first; they themselves have none."""
+        dense = next(other for other in made if other.row.model == self.row.model)
+        if self is dense:
             return None
         return statistics.fmean(image_psnr(a, b) for a, b in zip(self.images, dense.images, strict=True))
 
@@ -197,7 +203,7 @@ def comparison(made: Sequence[Drawings]) -> list[tuple[str, ...]]:
     dense = made[0]
     rows: list[tuple[str, ...]] = []
     for entry in made:
-        share, near = entry.flops(dense), entry.closeness(dense)
+        share, near = entry.flops(dense), entry.closeness(made)
         time, speed = f"{entry.seconds:.2f}", f"{dense.seconds / entry.seconds:.2f}x"
         close = "" if near is None else f"{near:.1f} dB"
         rows.append((entry.name, str(entry.row.steps), f"{share:.0%}", f"{1 / share:.2f}x", speed, time, close))
@@ -217,7 +223,7 @@ def draw_page(made: Sequence[Drawings], rows: Sequence[tuple[str, ...]], base: P
     )
     page.heading("Cost and closeness")
     page.table(HEADINGS, rows)
-    near = {entry.name: close for entry in made if (close := entry.closeness(dense)) is not None}
+    near = {entry.name: close for entry in made if (close := entry.closeness(made)) is not None}
     with drawing(page):
         for cost, price in (
             ("FLOPs, % of dense", lambda entry: 100 * entry.flops(dense)),
