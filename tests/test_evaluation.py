@@ -482,8 +482,12 @@ def test_the_embedded_file_of_candidates_is_whole() -> None:
     assert all(entry.train for entry in found.candidates.values() if entry.checkpoint)
     turbo = read_candidates(str(REPOSITORY / "recipes" / "eval" / "emoji-turbo.yaml"))
     assert {name for name, entry in turbo.candidates.items() if entry.only_steps} == {"3 steps", "2 steps"}
-    for entry in (entry for entry in turbo.candidates.values() if entry.method):
-        assert entry.config()["method"] == entry.method
+    many = read_candidates(str(REPOSITORY / "recipes" / "eval" / "emoji-128.yaml"))
+    assert sum(entry.only_steps for entry in many.candidates.values()) == 4
+    for entry in (*turbo.candidates.values(), *many.candidates.values()):
+        assert entry.train or not entry.checkpoint
+        if entry.method:
+            assert entry.config()["method"] == entry.method
 
 
 def test_candidates_are_checked_at_the_door(tmp_path: Path) -> None:
