@@ -265,6 +265,7 @@ def test_resuming_gives_the_same_run(tmp_path: Path) -> None:
 def test_rate_warms_up_stays_and_decays() -> None:
     assert rate_factor(Clock(step=0), 60) == 0.01
     assert rate_factor(Clock(step=500, seconds=1e6), 60) == 1
+    assert rate_factor(Clock(step=500, fresh=500), 60) == 0.01
     assert rate_factor(Clock(step=500, seconds=130, decay_start=100), 60) == 0.5
     assert rate_factor(Clock(step=500, seconds=170, decay_start=100), 60) == 0
 

@@ -101,6 +101,7 @@ def test_a_pipeline_that_links_is_restored_and_trained_on(state: Path, tmp_path:
     assemble(state, tmp_path / "emoji")
     assemble(state, tmp_path / "turbo", shares=tmp_path / "emoji", turbo=True)
     clock = restore(tmp_path / "turbo", tmp_path / "state", "turbo")
+    assert clock.fresh == clock.step
     assert (clock.step, clock.images) == (7, 56)
     again, known = load_transformer(tmp_path / "state" / "turbo.safetensors")
     before = load_transformer(state / "transformer.safetensors")[0]

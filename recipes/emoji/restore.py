@@ -5,7 +5,7 @@
     python -m recipes.emoji.restore --model models/emoji-128-turbo --name turbo
 
 It holds the averaged weights in float16 and no optimizer: training goes on from them with its clock and curve, and the
-optimizer's moments start afresh.
+optimizer's moments start afresh, under a rate that rises again.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def restore(model: Path, state: Path, name: str = "transformer") -> Clock:
     clock = Clock(**json.loads((model / MANIFEST).read_text())["training"])
     optimizers = Optimizers(transformer, rate=1e-3, muon_rate=2e-3, weight_decay=0.01)
     generator = torch.Generator().manual_seed(clock.step)
+    clock.fresh = clock.step
     save_state(path, transformer, copy.deepcopy(transformer), optimizers, generator, clock)
     return clock
 

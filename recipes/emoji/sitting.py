@@ -39,11 +39,13 @@ class Clock:
     images: int = 0
     decay_start: float | None = None
     """`seconds` at which the final decay began."""
+    fresh: int = 0
+    """`step` at which the optimizer's moments began: the run's first, or that of a restored one."""
     curve: list[dict[str, Any]] = field(default_factory=list)
 
 
 def rate_factor(clock: Clock, decay_seconds: float) -> float:
-    warm = min(1.0, (clock.step + 1) / WARM_UP)
+    warm = min(1.0, (clock.step - clock.fresh + 1) / WARM_UP)
     if clock.decay_start is None or decay_seconds <= 0:
         return warm
     return warm * max(0.0, 1 - (clock.seconds - clock.decay_start) / decay_seconds)
