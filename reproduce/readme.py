@@ -21,7 +21,7 @@ COMMAND = (
 SHOWN = (
     r"dense",
     r"\d+ steps(, trained)?",
-    r"Shiva \d+ in 3 steps",
+    r"Shiva \d+ in \d steps",
     r"identity .*",
     r"Lattice \d+ in 3 steps",
     r"Sweep .*",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,9 +15,9 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, StableDiff
 import shiva
 from shiva.fitting import fit
 from shiva.training.call import as_trained, dense
-from shiva.training.draws import draw_batch, moment
+from shiva.training.draws import MicroBatch, draw_batch, moment
 from shiva.training.noise import noise_process
-from shiva.training.recipe import recipe_from
+from shiva.training.recipe import lay_over, recipe_from
 from shiva.training.trainer import Trainer
 from test_training_loop import run_steps, trainer_of
 from training_tiny import CAPTIONS, make_folder, tiny_recipe
@@ -24,7 +25,7 @@ from training_tiny import CAPTIONS, make_folder, tiny_recipe
 RUN: dict[str, Any] = {
     "method": {"budget": 0.5, "bottleneck": 8, "fill": "shortcut", "rank": 4},
     "sampling": {"density": "run", "steps": 3, "rollout": 1.0, "caption_dropout": 0.0},
-    "weights": {"diffusion": 0.0},
+    "weights": {"diffusion": 0.0, "distill": 0.0},
     "stages": [{"name": "all", "steps": 3, "trains": ["router", "fill"], "ratios": "stratified", "warmup": 0}],
 }
 
@@ -112,6 +113,13 @@ def test_a_rollout_that_follows_a_dense_run_is_led_back_to_it(folder: Path, tmp_
                     there = there + (max(lower, following) - level) * made
         rolled = objectives.rolled_out(replace(batch, timestep=1000 * now))
         assert rolled.reached is not None
+        if now < 0.02:  # the stock scheduler's last step gets nowhere: there the dense prediction is the target
+            taught = objectives.teach(rolled)
+            learned, _ = objectives.learn(rolled, taught)
+            losses, _ = objectives.losses(replace(batch, timestep=1000 * now))
+            assert rolled.aim is None
+            torch.testing.assert_close(losses["output"], (learned - taught.prediction).square().mean())
+            continue
         assert rolled.aim is not None
         torch.testing.assert_close(rolled.reached + (following - now) * rolled.aim, there, atol=1e-4, rtol=1e-4)
         losses, _ = objectives.losses(replace(batch, timestep=1000 * now))
@@ -119,12 +127,21 @@ def test_a_rollout_that_follows_a_dense_run_is_led_back_to_it(folder: Path, tmp_
         torch.testing.assert_close(losses["output"], (learned - rolled.aim).square().mean())
 
 
-def test_a_run_is_validated_in_its_own_steps(folder: Path, tmp_path: Path) -> None:
+def test_a_run_is_validated_in_its_own_steps(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its first step dense: a single call would be taken for that step, and every keep measure the same."""
     options = {"validation": {"every": 0, "samples": 3, "keeps": [0.9, 0.3], "images": 0}}
     trainer = trainer_of(folder, tmp_path, **{**RUN, **options, "method": {**RUN["method"], "dense_steps": [0]}})
+    distance, kept = trainer.validator._distance, []
+
+    def noted(batch: MicroBatch) -> tuple[float, float]:
+        found = distance(batch)
+        kept.append(trainer.session.stats[-1].kept["transformer_blocks.1"])
+        return found
+
+    monkeypatch.setattr(trainer.validator, "_distance", noted)
     measured = trainer.validator.measure()
     assert 0 < measured["mse/keep_0.9"] < measured["mse/keep_0.3"]
+    assert kept[-3:] == [16, 16, 64], "half of the tokens in all: a quarter of them in steps 2 and 3"
 
 
 def test_a_run_starts_with_a_fitted_shortcut(folder: Path, tmp_path: Path) -> None:
@@ -152,6 +169,23 @@ def test_a_run_starts_with_a_fitted_shortcut(folder: Path, tmp_path: Path) -> No
 def test_a_rollout_needs_a_run(folder: Path, sampling: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         recipe_from(tiny_recipe(folder, sampling=sampling))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"sampling": {"follow": 4}, "weights": {"distill": 1.0}},
+            "set weights: {diffusion: 0, distill: 0, output: 1}",
+        ),
+        ({"method": {"fill": "cached"}}, "set method.fill to shortcut"),
+        ({"method": {"dense_steps": [0]}, "stages": {"all": {"ratios": "policy"}}}, "set its ratios: stratified"),
+    ],
+)
+def test_what_does_not_go_with_a_run_is_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
+    run = lay_over(tiny_recipe(folder, **RUN), {"weights": {"diffusion": 0.0, "distill": 0.0}})
+    with pytest.raises(ValueError, match=re.escape(message)):
+        recipe_from(lay_over(run, changes))
 
 
 def test_a_run_is_of_a_flow_matching_scheduler() -> None:

@@ -190,6 +190,7 @@ CHOOSERS: dict[str, Score | None] = {"its router": None, "a lattice": scores.Lat
 def who_chooses(stage: Stage, checkpoint: Path, steps: int, fewer: int, budgets: Sequence[float]) -> list[Point]:
     """A trained checkpoint in fewer steps, its tokens chosen by its router and by rules; all else is its own."""
     found = []
+    budgets = [budget for budget in budgets if budget > 1 / fewer]  # the first step is dense
     for seed in progress(range(3), "who chooses"):
         drawn = dataclasses.replace(stage, seed=seed)
         dense = drawn.images(steps)
@@ -286,9 +287,12 @@ def main() -> None:
     if options.checkpoint:
         steps = options.steps[0]
         chosen = who_chooses(stage, options.checkpoint, steps, steps - 1, options.budgets)
-    console.print(table_of([*shapes, *chosen], options.steps[0]))
+    if shapes or chosen:
+        console.print(table_of([*shapes, *chosen], options.steps[0]))
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
     del settings["output"], settings["labels"]
+    if options.checkpoint:
+        settings["checkpoint_weights"] = fingerprint(options.checkpoint)
     record = {
         "settings": {**settings, "drawn": drawn, "weights": fingerprint(options.model)},
         "fits": fits,

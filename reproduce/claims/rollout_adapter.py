@@ -127,9 +127,10 @@ def train(runs: Runs, session: Any, steps: int, options: argparse.Namespace, pro
             session.begin_run()
         here = noise
         for now, following in itertools.pairwise(levels):
-            aim = (on_the_path(states, dense_levels, following) - here) / (following - now)
+            missing = on_the_path(states, dense_levels, following) - here
             made = runs.velocity(here, now, text)
-            F.mse_loss(made, aim).backward()
+            loss = F.mse_loss((following - now) * made, missing)  # of where it gets: the last step hardly moves
+            (loss / levels.diff().square().mean()).backward()
             for group in optimizer.param_groups:
                 group["lr"] = options.rate * min(1.0, (taken + 1) / 30, 2 * (1 - taken / total))
             torch.nn.utils.clip_grad_norm_(weights, 1.0)

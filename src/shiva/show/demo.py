@@ -58,14 +58,14 @@ def demo_rows(base: str) -> list[Row]:
         Row("fewer steps", steps=10),
     ]
     turbo = embedded(base).parent / TURBO[0]
-    if not turbo.is_dir():
+    if base != BASE[0] or not turbo.is_dir():
         return rows
     steps, guidance = usual_run(turbo)
     few = [
         (f"turbo in {steps} steps", Candidate(), steps),
         (f"turbo in {steps - 1} steps", Candidate(), steps - 1),
-        ("turbo, Shiva 66", shiva(TURBO[0], "Shiva 60", budget=0.66, tilt=2.0), steps - 1),
-        ("turbo, Shiva 50", shiva(TURBO[0], "Shiva 60", budget=0.5, tilt=2.0), steps - 1),
+        ("turbo, Shiva 66", shiva(TURBO[0], "Shiva", budget=0.66, tilt=2.0), steps - 1),
+        ("turbo, Shiva 50", shiva(TURBO[0], "Shiva", budget=0.5, tilt=2.0), steps - 1),
     ]
     return rows + [Row(name, made, turbo, count, guidance) for name, made, count in few if made is not None]
 
@@ -85,7 +85,10 @@ def chosen_rows(methods: str | None, every: bool, steps: int | None) -> tuple[Pa
         read = read_candidates(methods)
         base = base if read.model is None else Path(read.model)
         named = {DENSE: Candidate(), **{name: read.candidates[name] for name in read.of("main")}}
-        rows = [Row(name, candidate, None, read.steps, read.guidance) for name, candidate in named.items()]
+        rows = [
+            Row(name, replace(candidate, steps=None), None, candidate.steps or read.steps, read.guidance)
+            for name, candidate in named.items()
+        ]
     found, left_out = [], []
     for row in rows:
         try:
@@ -93,9 +96,9 @@ def chosen_rows(methods: str | None, every: bool, steps: int | None) -> tuple[Pa
         except FileNotFoundError as error:
             left_out.append(f"{row.name}: {error}")
         else:
-            model = row.model or base
-            share = 1.0 if steps is None else steps / rows[0].steps
-            found.append(replace(row, model=model, steps=max(2, round(row.steps * share))))
+            if row.model is None and steps is not None:
+                row = replace(row, steps=max(2, round(row.steps * steps / rows[0].steps)))
+            found.append(replace(row, model=row.model or base))
     return base, found, left_out
 
 
@@ -214,7 +217,8 @@ def draw_page(made: Sequence[Drawings], rows: Sequence[tuple[str, ...]], base: P
     page, dense = Page(f"Shiva on the embedded model {base.name}"), made[0]
     page.text(
         f"The same prompts and the same noise, dense in {dense.row.steps} steps at guidance {dense.row.guidance:g}. "
-        "Times are of this machine, all methods in turns; fewer tokens pay more the more of them an image has."
+        "Times are of this machine, all methods in turns; fewer tokens pay more the more of them an image has. The "
+        "turbo's rows are held against its own images, cost and speed of all against the first row."
     )
     page.heading("Images")
     page.gallery(
@@ -223,18 +227,22 @@ def draw_page(made: Sequence[Drawings], rows: Sequence[tuple[str, ...]], base: P
     )
     page.heading("Cost and closeness")
     page.table(HEADINGS, rows)
-    near = {entry.name: close for entry in made if (close := entry.closeness(made)) is not None}
     with drawing(page):
-        for cost, price in (
-            ("FLOPs, % of dense", lambda entry: 100 * entry.flops(dense)),
-            ("seconds an image", lambda entry: entry.seconds),
-        ):
-            points = [
-                figures.Point(entry.name, price(entry), near[entry.name]) for entry in made if entry.name in near
-            ]
-            drawn = figures.quality_cost(points, cost, "PSNR to dense, dB")
-            page.figure(drawn, f"Closeness to the dense images against {cost}; the line joins what none beats.")
+        for model in dict.fromkeys(entry.row.model for entry in made):
+            draw_costs(page, [entry for entry in made if entry.row.model == model], dense)
     return page
+
+
+def draw_costs(page: Page, made: Sequence[Drawings], dense: Drawings) -> None:
+    """How near one model's rows are to its dense one, over what they cost beside the demo's."""
+    near = {entry.name: close for entry in made if (close := entry.closeness(made)) is not None}
+    for cost, price in (
+        ("FLOPs, % of dense", lambda entry: 100 * entry.flops(dense)),
+        ("seconds an image", lambda entry: entry.seconds),
+    ):
+        points = [figures.Point(entry.name, price(entry), near[entry.name]) for entry in made if entry.name in near]
+        drawn = figures.quality_cost(points, cost, f"PSNR to {made[0].name}, dB")
+        page.figure(drawn, f"Closeness to {made[0].name} against {cost}; the line joins what none beats.")
 
 
 def captioned(entry: Drawings, dense: Drawings) -> str:

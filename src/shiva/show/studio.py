@@ -82,7 +82,7 @@ class Way:
 
 def ways_for(model: str, checkpoint: str | None = None) -> dict[str, Way]:
     """The menu of a model: what needs no training, and what it has checkpoints of; the first is shown first."""
-    ours = {"Shiva": checkpoint_for(model, "Shiva 60"), "Lattice": checkpoint_for(model, "Lattice")}
+    ours = {"Shiva": checkpoint_for(model, "Shiva"), "Lattice": checkpoint_for(model, "Lattice")}
     trained = {name: str(path) for name, path in ours.items() if path is not None and path.is_dir()}
     trained |= {} if checkpoint is None else {"Shiva": checkpoint}
     found = {name: Way(ShivaCheckpoint.from_pretrained(path)) for name, path in trained.items()}

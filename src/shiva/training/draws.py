@@ -112,7 +112,7 @@ class MicroBatch:
     def earlier(self) -> MicroBatch:
         """The same latents and noise, mixed at the noisier timestep: earlier on the same straight path."""
         assert self.before is not None
-        return dataclasses.replace(self, timestep=self.before.timestep, before=None)
+        return dataclasses.replace(self, timestep=self.before.timestep, before=None, reached=None, aim=None)
 
     def with_empty(self, dropped: Tensor, empty: Text) -> MicroBatch:
         """The same with the empty prompt where `dropped` (B) says."""

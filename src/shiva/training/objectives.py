@@ -20,6 +20,9 @@ from shiva.training.family import Family
 from shiva.training.noise import FlowMatching, NoiseProcess, noise_process
 from shiva.training.sections import Sampling
 
+SHORTEST = 0.02
+"""Length of a step, in noise levels, below which it is not asked to mend what went before."""
+
 
 @dataclass(frozen=True)
 class Teaching:
@@ -44,10 +47,9 @@ class Objectives:
             return []
         return list(range(self.distill_every - 1, self.session.spec.layers, self.distill_every))
 
-    @property
-    def needs_teacher(self) -> bool:
-        teaches = self.weights["output"] and not (isinstance(self.process, FlowMatching) and self.process.followed)
-        return bool(teaches or self.distilled_layers() or trained(self.session).needs_updates)
+    def needs_teacher_of(self, batch: MicroBatch) -> bool:
+        taught = self.weights["output"] and batch.aim is None
+        return bool(taught or self.distilled_layers() or trained(self.session).needs_updates)
 
     def call(self, batch: MicroBatch, **how: Any) -> tuple[Tensor, Record]:
         """The transformer's prediction (B, C, h, w), and the record of its call; `how` as in `call.call`."""
@@ -73,18 +75,23 @@ class Objectives:
             explore = replace(batch.exploration, ratio=1.0) if sees_all else batch.exploration
             prediction, _ = self.call(standing, explore=explore)
             here = self.process.advance(here, prediction, now, following)
+        torch.clear_autocast_cache()  # of casts without a gradient, which the pass that learns would take over
         batch = replace(batch, reached=here)
         return replace(batch, aim=self.way_back(batch, self.process)) if self.process.followed else batch
 
-    def way_back(self, batch: MicroBatch, process: FlowMatching) -> Tensor:
-        """The prediction by which a rollout's next step would meet the dense run from the same noise."""
+    def way_back(self, batch: MicroBatch, process: FlowMatching) -> Tensor | None:
+        """The prediction by which a rollout's next step would meet the dense run from the same noise; none of a step
+        too short to get anywhere, such as the stock scheduler's last."""
         assert batch.reached is not None
         there, following = batch.noise.float(), process.after(batch.timestep)
+        length = (following - batch.timestep) / process.steps
+        if -length < SHORTEST:
+            return None
         with dense(self.session):
             for now, then in process.way_along(following):
                 prediction, _ = self.call(replace(batch, timestep=now, reached=there))
                 there = process.advance(there, prediction, now, then)
-        return (there - batch.reached) * (process.steps / (following - batch.timestep))
+        return (there - batch.reached) / length
 
     def forward(self, batch: MicroBatch) -> Tensor:
         return self.call(batch)[0]
@@ -114,7 +121,7 @@ class Objectives:
     def losses(self, batch: MicroBatch) -> tuple[dict[str, Tensor], float]:
         """Each loss of the reduced pass, not yet weighed; and the share of tokens it ran on."""
         batch = self.rolled_out(batch)
-        teaching = self.teach(batch) if self.needs_teacher else None
+        teaching = self.teach(batch) if self.needs_teacher_of(batch) else None
         prediction, record = self.learn(batch, teaching)
         rolled = batch.reached is not None  # from where no target is known; all have the same names, as ranks add them
         losses = {"diffusion": prediction.new_zeros(()) if rolled else self.diffusion(prediction, batch)}
@@ -161,10 +168,14 @@ class Objectives:
             if value.is_floating_point() and not value.isfinite().all():
                 return f"the data's {name} are not finite"
         with dense(self.session):
-            layer = first_not_finite(self.session, lambda: self.forward(batch))
+            layer = first_not_finite(self.session, lambda: self.forward(replace(batch, reached=None)))
         if layer is not None:
             return f"the output of block {layer} is not finite already in the dense model"
-        teaching = self.teach(batch) if self.needs_teacher else None
+        layer = first_not_finite(self.session, lambda: self.rolled_out(batch))
+        if layer is not None:
+            return f"the output of block {layer} is not finite on the way that the run takes from noise"
+        batch = self.rolled_out(batch)
+        teaching = self.teach(batch) if self.needs_teacher_of(batch) else None
         layer = first_not_finite(self.session, lambda: self.learn(batch, teaching))
         return None if layer is None else f"the output of block {layer} is not finite"
 
@@ -206,12 +217,12 @@ def noise_levels(family: Family, side: int, steps: int) -> tuple[float, ...]:
 
 
 @contextlib.contextmanager
-def untouched_scheduler(pipe: Any) -> Iterator[None]:
+def untouched_scheduler(pipe: Any) -> Iterator[Any]:
     """A scheduler as it was loaded: one that has drawn pictures still holds their timesteps, to which a method would
     fit its schedule."""
     before = pipe.scheduler
     pipe.scheduler = type(before).from_config(before.config)
     try:
-        yield
+        yield pipe.scheduler
     finally:
         pipe.scheduler = before

@@ -61,6 +61,27 @@ class Recipe:
             if name not in known:
                 raise ValueError(f"weights.{name}={weight:g}: {options.unknown_key(name, known, 'weights')}")
         object.__setattr__(self, "weights", {**WEIGHTS, **self.weights})
+        self._check_run(self.method_config())
+
+    def _check_run(self, method: MethodConfig) -> None:
+        """Refuse what does not go with training along a run."""
+        sampling, weights = self.sampling, self.weights
+        if sampling.follow and (weights["diffusion"] or weights["distill"] or not weights["output"]):
+            raise ValueError(
+                f"sampling.follow={sampling.follow} leads samples to the dense run, which is the target of the output "
+                "loss alone; set weights: {diffusion: 0, distill: 0, output: 1}"
+            )
+        if sampling.rollout and getattr(method, "may_cache", False):
+            raise ValueError(
+                f"sampling.rollout={sampling.rollout} goes along a run that keeps no updates; set method.fill to "
+                "shortcut, near or identity, or rollout: 0"
+            )
+        by_policy = [stage.name for stage in self.stages if stage.ratios == "policy" and stage.steps]
+        if sampling.density == "run" and getattr(method, "dense_steps", None) and by_policy:
+            raise ValueError(
+                f"stage {by_policy[0]!r} learns ratios, and method.dense_steps has steps without any; set its ratios: "
+                "stratified, or leave dense_steps out and pass it to attach"
+            )
 
     @property
     def steps(self) -> int:

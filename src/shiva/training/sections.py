@@ -172,7 +172,8 @@ class Sampling:
     """Steps of that run."""
     rollout: Share = 0.0
     """With `density: run`, the share of micro-batches that stand where the reduced model's own run from noise, without
-    guidance, brings them: errors of earlier steps are learned too. The dense prediction is their target."""
+    guidance, brings them: errors of earlier steps are learned too. The dense prediction is their target. Validation
+    goes along every run of its own."""
     follow: Count | None = None
     """With rollouts, their target is instead the way back: to where the dense model's own run of so many steps, from
     the same noise, stands at the next noise level. More steps than `steps` teach to do with fewer at once."""
@@ -279,7 +280,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Validation:
-    """Distance to the dense model on samples that are not trained on."""
+    """Distance to the target, which the dense model gives, on samples that are not trained on."""
 
     every: Whole = 1000
     """Steps between passes, 0 for only the end of each stage."""

@@ -47,11 +47,13 @@ class Validator:
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """MSE and cosine of predictions to the dense model's: at each uniform keep, and as the method would run."""
+        """MSE and cosine of predictions to their targets: at each uniform keep, and as the method would run."""
         session = self.objectives.session
         results: dict[str, float] = {}
-        with as_trained(session), untouched_scheduler(self.objectives.family.pipe):
-            batches = self.batches()
+        with as_trained(session), untouched_scheduler(self.objectives.family.pipe) as scheduler:
+            batches, process = self.batches(), self.objectives.process
+            if isinstance(process, FlowMatching) and process.levels:  # by which a method knows how long the run is
+                scheduler.timesteps = torch.tensor(process.levels) * process.steps
             for keep in (*self.options.keeps, None):
                 context = at_keep(session, keep)
                 if context is None:
