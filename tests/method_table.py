@@ -208,9 +208,13 @@ METHODS: dict[str, Row] = {
         kept=half_but_first,
         differentiable=True,
     ),
-    "shiva-pairs": Row(
-        on=shiva.Shiva(budget=0.5, share_pairs=True),
-        off=shiva.Shiva(budget=1.0, share_pairs=True),
+    "shiva-span": Row(
+        on=shiva.Shiva(budget=0.5, span=2, guess="zero"),
+        off=shiva.Shiva(budget=1.0, span=2),
         kept=half_but_first,
+        differentiable=True,
+    ),
+    "lattice-span": Row(
+        on=shiva.Lattice(budget=0.5, span=3), off=shiva.Lattice(budget=1.0, span=3), kept=half_but_first
     ),
 }

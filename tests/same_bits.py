@@ -128,7 +128,7 @@ CASES: dict[str, Case] = {
 IN_PIPELINES: dict[str, Any] = {
     "shiva": shiva.Shiva(budget=0.6),
     "shiva-flops": shiva.Shiva(flops=0.8, bucket=8),
-    "shiva-pairs": shiva.Shiva(budget=0.6, share_pairs=True),
+    "shiva-span": shiva.Shiva(budget=0.6, span=2),
     "shiva-auto": shiva.Shiva(budget=0.6, fill="auto"),
     "sweep": shiva.Sweep(budget=0.6),
     "tomesd": shiva.ToMeSD(),

@@ -213,7 +213,7 @@ def test_a_controlnet_adds_to_all_tokens_between_blocks(name: str) -> None:
         assert not torch.equal(dense, without)
         with shiva.attach(model, OFF):
             assert torch.equal(model(**call)[0], dense)
-        with shiva.attach(model, shiva.Shiva(budget=0.5, share_pairs=True)) as session:
+        with shiva.attach(model, shiva.Shiva(budget=0.5, span=2)) as session:
             assert_reduced(model(**call)[0], dense, session.summary())
 
 

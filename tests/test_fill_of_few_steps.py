@@ -322,8 +322,12 @@ def test_refusals(wrong: dict[str, Any], message: str) -> None:
 
 
 def test_what_does_not_go_together() -> None:
-    with pytest.raises(ValueError, match="share_pairs and fill='shortcut' exclude each other"):
-        shiva.Shiva(share_pairs=True, fill="shortcut")
+    with pytest.raises(ValueError, match="span=2 and fill='cached' exclude each other"):
+        shiva.Shiva(span=2, fill="cached")
+    with pytest.raises(ValueError, match="span=2 and attends='all' exclude each other"):
+        shiva.Lattice(span=2, attends="all")
+    with pytest.raises(ValueError, match="dense layer 2 cuts a span of 4 in two"):
+        shiva.attach(make_sd3(layers=4), shiva.Lattice(span=4, dense=(0, 2)))
     with pytest.raises(ValueError, match="fill='shortcut' is not for"):
         shiva.DyDiT(fill="shortcut")
     model = make_sd3()

@@ -202,7 +202,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(method: str, backbone: 
 @pytest.mark.parametrize("method", METHODS)
 def test_and_so_it_does_in_inference_whose_blocks_find_their_first_choice_again(method: str) -> None:
     config, tiny = METHODS[method].on, BACKBONES["sd3"]
-    aged = {"fill": "cached", "age": 0.5, "attends": "selected", "share_pairs": False}
+    aged = {"fill": "cached", "age": 0.5, "attends": "selected", "span": 1}
     for on in (config, config.changed({name: value for name, value in aged.items() if hasattr(config, name)})):
         plain, checkpointed = (gradients(tiny, on, checkpointing) for checkpointing in (False, True))
         torch.testing.assert_close(checkpointed["latents"], plain["latents"], rtol=1e-4, atol=1e-6)

@@ -243,7 +243,7 @@ def test_pairs_of_layers_open_where_a_controlnet_of_flux_adds_to_them() -> None:
     model, call = make_flux(), call_flux(1, 6, 6)
     call["controlnet_block_samples"] = [noise(1, 36, 32, seed=8)]
     call["controlnet_single_block_samples"] = [noise(1, 36, 32, seed=9)]
-    with torch.no_grad(), shiva.attach(model, shiva.Shiva(budget=0.5, share_pairs=True)):
+    with torch.no_grad(), shiva.attach(model, shiva.Shiva(budget=0.5, span=2)):
         assert model(**call)[0].isfinite().all()
 
 

@@ -83,10 +83,10 @@ def test_controlnet_residuals_meet_full_length_tokens() -> None:
     residuals = [noise(2, 36, 32, seed=s) for s in range(2)]
     call["block_controlnet_hidden_states"] = residuals
     dense = run(model, call)
-    for pairs in (False, True):
-        with shiva.attach(model, shiva.Shiva(budget=1.0, share_pairs=pairs)):
+    for span in (1, 2):
+        with shiva.attach(model, shiva.Shiva(budget=1.0, span=span)):
             assert torch.equal(run(model, call), dense)
-        with shiva.attach(model, shiva.Shiva(budget=0.5, share_pairs=pairs)):
+        with shiva.attach(model, shiva.Shiva(budget=0.5, span=span)):
             assert run(model, call).isfinite().all()
 
 
@@ -312,7 +312,7 @@ BAD_OPTIONS = [
     ({"dense": (-1,)}, "dense[0]=-1 is not at least 0"),
     ({"bucket": 1.5}, "bucket=1.5 is not a whole number"),
     ({"bottleneck": 10**9}, "bottleneck=1000000000 is above 65536"),
-    ({"share_pairs": 1}, "share_pairs=1 is not true or false"),
+    ({"span": 0}, "span=0 is not at least 1"),
     ({"guidance": 3}, "guidance=3 is unknown; pass one of 'shared', 'per-sample', 'max'"),
     ({"cfg": "both"}, "cfg='both' is unknown; pass one of 'auto', 'batched', 'sequential', 'none'"),
 ]

@@ -257,7 +257,7 @@ class ShivaCheckpoint(
             raise ValueError(f"this checkpoint is for {mine}; the pipeline has {spec}")
 
     def method(self, **overrides: Any) -> Trainable:
-        """The trained method, with some of its options changed (budget, flops, bucket, share_pairs, ...)."""
+        """The trained method, with some of its options changed (budget, flops, bucket, dense, ...)."""
         fixed = self.method_config.fixed & overrides.keys()
         if fixed:
             knob = self.method_config.knob

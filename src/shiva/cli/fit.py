@@ -38,6 +38,7 @@ def fit(
     width: Width = None,
     rank: Annotated[int, typer.Option(min=1, help="Rank of each layer's map; 16 to 64 do alike")] = 32,
     degree: Annotated[int, typer.Option(min=0, max=3, help="Highest power of the noise level that it knows")] = 1,
+    span: Annotated[int, typer.Option(min=1, help="Layers in a row that run on one choice of tokens; 1 to 4")] = 1,
     stride: Annotated[int, typer.Option(min=1, help="Take every so manieth token; for large images")] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Prompts a call")] = 4,
     probe: Annotated[
@@ -61,7 +62,8 @@ def fit(
 ) -> None:
     """Fit what skipped tokens get, or which are skipped (--probe), or how many (--table): minutes, and no data set.
 
-    Runs the prompts dense, and solves for each block a small linear map from a token to what the block adds to it.
+    Runs the prompts dense, and solves for each block a small linear map from a token to what the block, and those
+    after it in its span, add to it.
     Four fifths of the prompts are fitted on, the others say how much is explained (R² by layer). Then:
 
     shiva generate MODEL "a fox" --checkpoint OUTPUT --budget 0.4 --steps 4, or in Python
@@ -114,7 +116,7 @@ def fit(
         typer.echo(f"{told}block's change alone; {probed.samples} waits in {probed.seconds:.0f} s")
         typer.echo(f"{output}: shiva.attach(pipe, {str(output)!r}, budget=0.5)")
         return
-    how |= {"rank": rank, "degree": degree, "stride": stride, "layers_at_once": layers_at_once}
+    how |= {"rank": rank, "degree": degree, "span": span, "stride": stride, "layers_at_once": layers_at_once}
     with progress_line() as progress:
         fitted = fit_pipeline(pipe, texts, progress=progress, arguments=arguments, **how)
     explained = [dataclasses.asdict(row) for row in fitted.layers]

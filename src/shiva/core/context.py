@@ -76,6 +76,13 @@ class Recording:
     earlier: Earlier | None = None
     """The same samples some steps earlier, for methods that reuse updates."""
 
+    def update_over(self, layers: range) -> Tensor | None:
+        """What layers in a row added together, (B, N, D); None unless the update of each is kept."""
+        if not all(layer in self.updates for layer in layers):
+            return None
+        first, *others = (self.updates[layer] for layer in layers)
+        return sum(others, first)
+
     def note(self, layer: int, before: Tensor, after: Tensor) -> None:
         """Keep what is wanted of a block's input and output (B, N, D)."""
         if self.output_layers is None or layer in self.output_layers:

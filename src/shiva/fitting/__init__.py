@@ -61,23 +61,32 @@ class Watching(MethodConfig):
 
 
 class Watcher(Method):
-    """Runs all tokens, and adds what the blocks of some layers did with them to their equations."""
+    """Runs all tokens, and adds what the spans from some layers on did with them to these layers' equations."""
 
-    def __init__(self, spec: BackboneSpec, layers: Sequence[int], degree: int, stride: int, device: torch.device):
+    def __init__(
+        self, spec: BackboneSpec, layers: Sequence[int], degree: int, stride: int, device: torch.device, span: int = 1
+    ):
         super().__init__(Watching(), spec)
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.stride, self.held_out = stride, False
+        self.stride, self.held_out, self.span = stride, False, span
+        self.waiting: dict[int, Tensor] = {}
+        """Of layers whose span has not ended, what they were given."""
         self.fit, self.held = (
             {layer: NormalEquations(spec.width, degree, dtype, device) for layer in layers} for _ in range(2)
         )
 
     def selects(self, site: Place) -> bool:
-        return site.kind == "block" and site.layer in self.fit
+        return site.kind == "block"
 
     def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         out = run(x, None)
-        sums = (self.held if self.held_out else self.fit)[site.layer]
-        sums.add(x, out.image.float() - x.float(), ctx.timestep / NOISE, self.stride)
+        if site.layer in self.fit:
+            self.waiting[site.layer] = x
+        if (site.layer + 1) % self.span == 0 or site.layer + 1 == self.spec.layers:
+            sums = self.held if self.held_out else self.fit
+            for layer, given in self.waiting.items():
+                sums[layer].add(given, out.image.float() - given.float(), ctx.timestep / NOISE, self.stride)
+            self.waiting.clear()
         return out
 
 
@@ -133,6 +142,7 @@ def fit(
     guidance: float = 4.5,
     rank: int = 32,
     degree: int = 1,
+    span: int = 1,
     stride: int = 1,
     ridge: float = 1e-4,
     seed: int = 0,
@@ -143,15 +153,16 @@ def fit(
 ) -> Fitted:
     """Run the prompts dense, sum what each block adds, and solve for the best map of a rank.
 
-    Every `HELD_OUT`-th prompt judges. `stride` takes only every so manieth token; `layers_at_once` bounds the memory
-    of wide models, at the price of running the prompts again for each group of layers.
+    Every `HELD_OUT`-th prompt judges. A layer's map tells what it and those after it in its span add. `stride` takes
+    only every so manieth token; `layers_at_once` bounds the memory of wide models, at the price of running the prompts
+    again for each group of layers.
     """
     if len(prompts) < 2:
         raise ValueError(f"{len(prompts)} prompt cannot be both fitted and held out; pass at least 2")
     start, transformer = time.perf_counter(), transformer_of(pipe)
     spec = backbone_of(transformer).spec(transformer)
     with torch.random.fork_rng(devices=[]):
-        method = Lattice(rank=rank, degree=degree).build(spec)
+        method = Lattice(rank=rank, degree=degree, span=span).build(spec)
     assert method.shortcut is not None
     size = layers_at_once or max(1, SUMS_BYTES // bytes_a_layer(spec.width, degree))
     groups = [range(first, min(first + size, spec.layers)) for first in range(0, spec.layers, size)]
@@ -159,7 +170,7 @@ def fit(
     rows: list[Explained] = []
     tokens = 0
     for number, layers in enumerate(groups):
-        watcher = Watcher(spec, layers, degree, stride, device)
+        watcher = Watcher(spec, layers, degree, stride, device, span)
         with attach(pipe, watcher), torch.no_grad():
             for done, (places, held_out, count) in enumerate(calls(len(prompts), steps, batch)):
                 progress(f"layers {layers[0]} to {layers[-1]} (group {number + 1} of {len(groups)}): call {done + 1}")

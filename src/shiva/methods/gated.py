@@ -63,10 +63,11 @@ class GatedTopK(RoutedPruner):
         explored = ctx.explore.ratio if self.training else None
         ratios = self.ratios() if explored is None else [explored] * self.spec.layers
         dense_step = not self.training and self.fill.dense_step(ctx.step, ctx)
-        return tuple(
+        counts = [
             ctx.tokens if dense_step or layer in self.config.dense else token_count(ratio, ctx.tokens)
             for layer, ratio in enumerate(ratios)
-        )
+        ]
+        return self.even(counts)
 
     def training_reduction(self, x: Tensor, age: Tensor, site: Place, ctx: StepContext) -> Reduction:
         layer, k = site.layer, ctx.counts[site.layer]

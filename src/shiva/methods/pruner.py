@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shiva.core.context import StepContext
+from shiva.core.context import Held, StepContext
 from shiva.core.method import BackboneSpec, GuidancePolicy, Method, Place, Run, run_reduced, unify_guidance
 from shiva.core.options import Count, NotNegative, Whole
 from shiva.core.reduction import Reduction, Streams
@@ -23,6 +23,7 @@ from shiva.methods.scores import (
     cover_bonus,
 )
 from shiva.methods.shortcut import ShortcutOptions
+from shiva.methods.spans import begin_span, check_whole, spans_of, within_span
 from shiva.ops.fill import with_age
 from shiva.ops.shortcut import Lin
 from shiva.ops.topk import hard_topk
@@ -47,6 +48,8 @@ class PrunerOptions(ShortcutOptions):
     """Bonus of each step a token has waited, in deviations of the scores; with cached updates it avoids staleness."""
     cover: NotNegative = 0.0
     """Bonus of an even cover of the grid, over layers and steps, in deviations of the scores; 0 has none."""
+    span: Count = 1
+    """Layers in a row that run on one choice of tokens, which stay gathered between them (`methods.spans`)."""
     freeze_references: Count | None = None
     """Editing models: steps after which reference tokens do not run, and attention sees the keys and values that they
     last had. Exact where a model was trained so (FLUX.2 klein KV, whose pipeline does it by itself), an approximation
@@ -54,6 +57,12 @@ class PrunerOptions(ShortcutOptions):
     attends: Attends = "selected"
     """What the selected attend to: selected (the paper), or all: by the keys and values that the others last had if
     their updates are cached, by fresh ones otherwise; fresh, by fresh ones of what the others are believed to be."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.span > 1 and (self.may_cache or self.attends != "selected"):
+            clash = f"fill={self.fill!r}" if self.may_cache else f"attends={self.attends!r}"
+            raise ValueError(f"span={self.span} and {clash} exclude each other: what is kept is one layer's")
 
 
 @dataclass
@@ -73,6 +82,10 @@ class PrunerStep(ScoreStep):
     """Inside a block whose keys are made anew."""
     lins: list[Lin] | None = None
     """Each layer's regression at the step's noise level, where the fill has them."""
+    spans: dict[int, range] = field(default_factory=dict)
+    """Of each reduced layer, the layers that run on one choice with it."""
+    held: dict[int, Held] = field(default_factory=dict)
+    """By the first layer of a span: its reduction, while tokens stay gathered."""
 
 
 def choose_once(known: dict[int, Tensor], site: Place, policy: GuidancePolicy, ctx: StepContext) -> Tensor | None:
@@ -102,6 +115,8 @@ class Pruner(Method):
         with_keys = self.whole_keys or self.freezes
         self.requires = frozenset({"block", "keys"}) if with_keys else frozenset({"block"})
         self.sites = self.requires | INSIDE if self.fresh_keys else self.requires
+        if self.shortcut is not None:
+            check_whole(spans_of(spec.layers, frozenset(config.dense), config.span), spec.layers, config.span)
 
     @property
     def needs_sigma(self) -> bool:  # type: ignore[override]
@@ -115,6 +130,16 @@ class Pruner(Method):
     def dense_layers(self) -> Collection[int]:
         """Layers that always see all tokens."""
         return self.config.dense
+
+    @property
+    def spans(self) -> dict[int, range]:
+        """Of each reduced layer, the layers that run on one choice with it."""
+        return spans_of(self.spec.layers, frozenset(self.dense_layers()), self.config.span)
+
+    def even(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Counts of all layers, those of a span brought to their mean."""
+        means = {layer: sum(counts[i] for i in span) // len(span) for layer, span in self.spans.items()}
+        return tuple(means.get(layer, count) for layer, count in enumerate(counts))
 
     def selects(self, site: Place) -> bool:
         if self.freezes and site.kind == "keys":
@@ -141,6 +166,7 @@ class Pruner(Method):
         waited = steps is not None and ctx.step - ctx.first >= steps
         ctx.frozen = waited and ctx.layout.reference > 0 and bool(ctx.run.references)
         self.fill.begin_step(ctx)
+        ctx.now.spans = self.spans
         if self.score.drawn and ctx.now.drawn is None and ctx.now.settled is None:
             if self.settles(ctx):
                 ctx.now.settled = self.settle(ctx)
@@ -148,13 +174,13 @@ class Pruner(Method):
                 ctx.now.drawn = self.score.draw(ctx.layout, ctx.step, self.spec.layers)
         if self.config.cover and ctx.now.cover is None:
             turn = ctx.explore.step + ctx.explore.index if self.training else ctx.step
-            ctx.now.cover = Lattice().draw(ctx.layout, turn, self.spec.layers)
+            ctx.now.cover = Lattice(self.config.span).draw(ctx.layout, turn, self.spec.layers)
 
     def end_step(self, output: Tensor, ctx: StepContext) -> None:
         self.score.observe(output, ctx)
 
     def own_flops(self, ctx: StepContext, counts: Sequence[float]) -> float:
-        return self.fill.flops(counts, ctx.tokens)
+        return self.fill.flops([counts[first] for first in {span.start for span in self.spans.values()}], ctx.tokens)
 
     # -- which ---------------------------------------------------------------------------------------
 
@@ -240,14 +266,29 @@ class Pruner(Method):
                 chosen = ctx.now.indices.get(site.layer)
                 made = made._replace(image=self.fill.all_keys(made.image, chosen, site, ctx))
             return self.with_references(made, site, ctx)
+        span, held = ctx.now.spans[site.layer], ctx.now.held
+        if site.layer > span.start and span.start in held:
+            return within_span(run, x, held[span.start], site.layer == span[-1], ctx)
         reduction = self.reduction(x, site, ctx)
         if reduction is not None:
+            if len(span) > 1 and self.stays_gathered(ctx):
+                return begin_span(run, reduction, x, base, span.start, ctx)
             run_block = around_block if self.fresh_keys else run_reduced
             return run_block(run, reduction, x, base, ctx)
+        held.pop(span.start, None)
         out = run(x, None)
         if not self.training:
             self.fill.refresh(out.image, base, site, ctx)
         return out
+
+    def stays_gathered(self, ctx: StepContext) -> bool:
+        """Whether a span's layers follow on each other; a ControlNet adds to all tokens between them."""
+        if not ctx.blocks_adjoin and self.shortcut is not None:
+            raise ValueError(
+                f"a ControlNet adds to all tokens between blocks, where span={self.config.span} holds fewer and fills "
+                "once; detach one of them, or fit with span=1"
+            )
+        return ctx.blocks_adjoin
 
     def with_references(self, made: Streams, site: Place, ctx: StepContext) -> Streams:
         """Keys or values with those of reference tokens: kept while these run, added once they do not."""

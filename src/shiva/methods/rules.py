@@ -35,7 +35,7 @@ class RuledPruner(Pruner):
         self.count.turn(config)
 
     def plan(self, ctx: StepContext, timesteps: list[float] | None) -> tuple[int, ...]:
-        return self.count(ctx, timesteps, self.fill.dense_step)
+        return self.even(self.count(ctx, timesteps, self.fill.dense_step))
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class LatticeMethod(RuledPruner, Trainable):
     untrained = "fills by neighbours alone, as it was not fitted: run `shiva fit`, and attach the folder it writes"
 
     def __init__(self, config: Lattice, spec: BackboneSpec):
-        super().__init__(config, spec, scores.Lattice())
+        super().__init__(config, spec, scores.Lattice(config.span))
 
     def groups(self) -> dict[str, list[nn.Parameter]]:
         return {} if self.shortcut is None else {"fill": list(self.shortcut.parameters())}

@@ -90,15 +90,18 @@ class Band(Score):
 
 
 class Lattice(Score):
-    """Evenly over the grid, and each token in its turn over layers and steps: a Bayer order, turned."""
+    """Evenly over the grid, and each token in its turn over spans of layers and steps: a Bayer order, turned."""
 
     drawn = True
 
+    def __init__(self, span: int = 1):
+        self.span = span
+
     def draw(self, layout: Layout, step: int, layers: int) -> Tensor:
-        return torch.stack([lattice_scores(layout.shape, step, layer) for layer in range(layers)])
+        return torch.stack([lattice_scores(layout.shape, step, layer // self.span) for layer in range(layers)])
 
     def turn(self, step: int, layer: int) -> Hashable:
-        return step + layer
+        return step + layer // self.span
 
 
 class Random(Score):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from shiva.core import options
-from shiva.core.context import Exploration, Held, StepContext
-from shiva.core.method import BackboneSpec, Place, Run
+from shiva.core.context import Exploration, StepContext
+from shiva.core.method import BackboneSpec, Place
 from shiva.core.options import NotNegative, Ratio
-from shiva.core.reduction import Reduction, Streams
+from shiva.core.reduction import Reduction
 from shiva.methods.counts import CountOptions, Table
 from shiva.methods.pruner import PrunerStep
 from shiva.methods.routed import RoutedOptions, RoutedPruner
@@ -29,7 +29,7 @@ class Shiva(RoutedOptions, CountOptions):
     """Learned token selection with a learned ratio per layer and timestep.
 
     What you turn at inference, also under a trained checkpoint:
-        how many: budget or flops, tilt, bucket, dense, dense_steps, share_pairs
+        how many: budget or flops, tilt, bucket, dense, dense_steps
         which: guidance, age, cover
         what the others get: fill, near, cache_dtype, cache_layers, spread, parts
         what the chosen see: attends, freeze_references
@@ -37,11 +37,9 @@ class Shiva(RoutedOptions, CountOptions):
         the router: sharing, bottleneck, signals, signal_length
         the ratios: policy, beta, dual, noise_free
         the gradient: estimator, guess
-        the fill "shortcut": rank, degree
+        the fill "shortcut": rank, degree, span
     """
 
-    share_pairs: bool = False
-    """One selection per pair of layers: router, sort, gather and scatter are paid once a pair."""
     policy: Literal["additive", "film"] = "additive"
     """Training: form of the ratio policy: additive, or film (for the ablation)."""
     estimator: Literal["output", "input"] = "output"
@@ -60,11 +58,6 @@ class Shiva(RoutedOptions, CountOptions):
     }
     fixed: ClassVar = RoutedOptions.fixed | {"policy", "estimator", "guess", "beta", "dual", "noise_free"}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.share_pairs and (self.may_cache or self.fill == "shortcut"):
-            raise ValueError(f"share_pairs and fill={self.fill!r} exclude each other: what it adds is one layer's")
-
     def build(self, spec: BackboneSpec) -> ShivaMethod:
         return ShivaMethod(self, spec)
 
@@ -73,8 +66,6 @@ class Shiva(RoutedOptions, CountOptions):
 class ShivaStep(PrunerStep):
     ratios: Tensor | None = None  # (L,), of training, with their gradient
     mean_keep: Tensor | None = None  # (), of the reduced layers, with its gradient
-    pairs: dict[int, Held] = field(default_factory=dict)
-    """By the first layer of a pair: tokens that stay reduced between the two."""
 
 
 class ShivaMethod(RoutedPruner):
@@ -124,22 +115,8 @@ class ShivaMethod(RoutedPruner):
         if self.training:
             with full_precision(self.policy.anchor.device, self.training):
                 ctx.now.ratios = ratios = self.training_ratios(ctx)
-            return tuple(token_count(r, ctx.tokens) for r in ratios.tolist())
-        counts = self.count(ctx, timesteps, self.fill.dense_step)
-        return self._pair_counts(counts) if self.config.share_pairs else counts
-
-    def _pair_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Both layers of a pair run on the mean of their counts."""
-        row = list(counts)
-        for first in range(0, len(row) - 1, 2):
-            if self.paired(first):
-                row[first] = row[first + 1] = (row[first] + row[first + 1]) // 2
-        return tuple(row)
-
-    def paired(self, first: int) -> bool:
-        """Whether `first` and the layer after it form a pair of reduced layers."""
-        both = {first, first + 1}
-        return first % 2 == 0 and first + 1 < self.spec.layers and not both & self.schedule.dense
+            return self.even([token_count(r, ctx.tokens) for r in ratios.tolist()])
+        return self.even(self.count(ctx, timesteps, self.fill.dense_step))
 
     # -- training ------------------------------------------------------------------------------------
 
@@ -206,37 +183,15 @@ class ShivaMethod(RoutedPruner):
         self.set_schedule(RatioSchedule.compile(self.policy, dense=sorted(self.schedule.dense)))
 
     def training_reduction(self, x: Tensor, age: Tensor, site: Place, ctx: StepContext) -> Reduction:
-        explore, layer, now = ctx.explore, site.layer, ctx.now
+        explore, layer, now, span = ctx.explore, site.layer, ctx.now, ctx.now.spans[site.layer]
         scores = perturb(self.training_scores(x, age, site, ctx), explore.score_noise)
         with ctx.phase("sort"):
-            budget = now.ratios[layer] * ctx.tokens
+            budget = now.ratios[span.start : span.stop].mean() * ctx.tokens
             selection = select_tokens(scores, ctx.counts[layer], budget, explore.tau_rank, explore.tau_sel)
         if ctx.teacher is None and not torch.is_grad_enabled():  # a rollout, from which nothing learns
             return self.fill.trained(selection.indices, x, age, layer, ctx)
         fill = self.fill.from_selected(selection.indices, x, age, layer, ctx)
         if self.config.estimator == "input":
             return input_gated(selection, x.shape[1], fill)
-        teacher = None if ctx.teacher is None else ctx.teacher.updates.get(layer)
+        teacher = None if ctx.teacher is None else ctx.teacher.update_over(span)
         return output_gated(selection, x, self.config.guess, teacher, fill)
-
-    # -- pairs ---------------------------------------------------------------------------------------
-
-    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
-        if self.training or not self.config.share_pairs:
-            return super().around(run, x, base, site, ctx)
-        pairs: dict[int, Held] = ctx.now.pairs
-        held = pairs.get(site.layer - 1)
-        if held is not None and self.paired(site.layer - 1):
-            out = run(x, held.reduction)
-            with ctx.phase("scatter"):
-                return out._replace(image=held.reduction.restore(out.image, held.base))
-        if not self.paired(site.layer) or not ctx.blocks_adjoin:
-            return super().around(run, x, base, site, ctx)
-        reduction = self.reduction(x, site, ctx)
-        if reduction is None:
-            pairs.pop(site.layer, None)
-            return run(x, None)
-        pairs[site.layer] = Held(reduction, base)
-        with ctx.phase("gather"):
-            reduced = reduction.reduce(x)
-        return run(reduced, reduction)

@@ -46,7 +46,7 @@ class ShortcutOptions(FillOptions):
     parts: Parts = "both"
     """What a skipped token gets: both, or for ablations lin, neighbours, mean (of all computed) or identity."""
 
-    fixed: ClassVar = frozenset({"rank", "degree"})
+    fixed: ClassVar = frozenset({"rank", "degree", "span"})
     fills: ClassVar = (*FillOptions.fills, "shortcut")
 
 
