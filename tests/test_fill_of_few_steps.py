@@ -220,8 +220,9 @@ def test_weights_load_under_another_fill() -> None:
         shiva.Lattice(budget=0.5),
         shiva.Lattice(budget=0.5, attends="all"),
         shiva.Shiva(budget=0.5, fill="shortcut", cover=0.3),
+        shiva.Shiva(budget=0.5, fill="shortcut", cover=0.3, span=4),
     ],
-    ids=["lattice", "fresh keys", "router and cover"],
+    ids=["lattice", "fresh keys", "router and cover", "span"],
 )
 def test_one_graph_serves_all_steps(backbone: str, config: Any) -> None:
     if backbone == "flux" and config.attends == "all":
