@@ -202,6 +202,12 @@ METHODS: dict[str, Row] = {
         kept=half_but_first,
         differentiable=True,
     ),
+    "shiva-recall": Row(
+        on=shiva.Shiva(budget=0.5, fill="shortcut", recall=0.5, guess="zero"),
+        off=shiva.Shiva(budget=1.0, fill="shortcut", recall=0.5),
+        kept=half_but_first,
+        differentiable=True,
+    ),
     "shiva-cover": Row(
         on=shiva.Shiva(budget=0.5, cover=0.5, guess="zero"),
         off=shiva.Shiva(budget=1.0, cover=0.5),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from shiva.fitting import Watcher
 from shiva.methods.spans import check_whole, spans_of
 from shiva.ops.shortcut import fill_updates
 from shiva.training.call import call as training_call
+from shiva.training.state import start_from_checkpoint
+from tiny_images import IMAGES
 
 from tiny import call_sd3, make_sd3
 
@@ -60,7 +63,7 @@ def test_a_dense_layer_may_begin_a_span_but_not_cut_one() -> None:
 
 def test_the_layers_of_a_span_run_on_the_same_tokens_and_are_filled_once() -> None:
     model, call = make_sd3(), call_sd3(2, 6, 6)
-    config = shiva.Lattice(budget=0.5, span=4, rank=4)
+    config = shiva.Lattice(budget=0.5, span=4, rank=4, recall=0.0)
     with shiva.attach(model, config) as session, session.trace() as trace:
         fitted(session.method)
         inputs: dict[int, Tensor] = {}
@@ -135,3 +138,50 @@ def test_a_span_learns_from_the_sum_of_the_teachers_updates() -> None:
             ]
     assert [value > 0 for value in gradients[1]] == [False, True, True, True]
     assert [value > 0 for value in gradients[4]] == [False, True, False, False]
+
+
+def test_what_a_span_held_is_let_go_and_a_controlnet_opens_it() -> None:
+    model, call = make_sd3(), call_sd3(2, 6, 6)
+    with shiva.attach(model, shiva.Shiva(budget=0.5, span=4)) as session, session.trace() as trace:
+        run(model, call)
+        assert session.ctx is None or session.ctx.now.held == {}
+        call["block_controlnet_hidden_states"] = [torch.randn(2, 36, 32), torch.randn(2, 36, 32)]
+        run(model, call)
+        masks = [trace.mask(step=0, layer=layer) for layer in (1, 2, 3)]
+        assert all(torch.equal(mask, masks[0]) for mask in masks), "one choice, though each layer fills"
+        assert masks[0].sum() == 18
+    with shiva.attach(model, shiva.Lattice(budget=0.5, span=4)), pytest.raises(ValueError, match="ControlNet.*span=4"):
+        run(model, call)
+
+
+def test_a_span_runs_on_counts_of_the_bucket() -> None:
+    model, call = make_sd3(layers=8), call_sd3(1, 8, 8)
+    with shiva.attach(model, shiva.Lattice(budget=0.4, tilt=0.0, bucket=16, span=4)) as session:
+        run(model, call)
+        kept = set(session.stats[0].kept.values())
+    assert kept <= {16, 32, 48, 64}
+
+
+def test_a_checkpoint_of_spans_keeps_its_dense_layers(tmp_path: Path) -> None:
+    model = make_sd3(layers=8)
+    with shiva.attach(model, shiva.Lattice(budget=0.5, span=4)) as session:
+        method = session.method
+        shiva.ShivaCheckpoint.of(method).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"dense=\(0, 1\) would begin other spans of 4"):
+        shiva.attach(model, tmp_path, dense=(0, 1))
+    with pytest.raises(ValueError, match="span is fixed by training"):
+        shiva.attach(model, tmp_path, span=2)
+
+
+def test_a_run_starts_from_a_fit_of_its_own_spans(tmp_path: Path) -> None:
+    with shiva.attach(make_sd3(), shiva.Lattice(span=4)) as session:
+        shiva.ShivaCheckpoint.of(session.method).save_pretrained(tmp_path)
+    wanted = {span: shiva.Shiva(fill="shortcut", span=span).build(session.spec) for span in (1, 4)}
+    assert "shortcut.up" in start_from_checkpoint(wanted[4], tmp_path)
+    with pytest.raises(ValueError, match="was made for spans of 4, and method.span is 1.*--span 1"):
+        start_from_checkpoint(wanted[1], tmp_path)
+
+
+def test_spans_are_refused_where_tokens_are_counted_between_blocks() -> None:
+    with pytest.raises(ValueError, match="counts all of them in between; pass span=1"):
+        shiva.attach(IMAGES["hidream"].make(), shiva.Shiva(budget=0.5, span=2))

@@ -227,6 +227,11 @@ class Hooks:
                 f"{type(method).__name__} matches none of the {len(self._sites)} sites of "
                 f"{spec.name} ({spec.layers} layers); widen its layers or sites"
             )
+        if method.holds and not self.session.backbone.lets_hold:
+            raise ValueError(
+                f"{method} holds fewer tokens from block to block, and {spec.name} counts all of them in between; "
+                "pass span=1"
+            )
         for kind in sorted(method.requires - {"keys", "model"} - {site.kind for site in acting}):
             raise ValueError(f"{method} needs to reduce the {kind} of a block, which {spec.name} does not offer apart")
         keyed = {hook.site.layer for hook in self._sites if hook.site.kind == "keys"}

@@ -39,6 +39,11 @@ class Session(Stepper):
     ):
         self._adapter = adapter
         self._over_cache_dit = under_cache_dit(transformer)
+        if method.holds and self._over_cache_dit:
+            raise ValueError(
+                f"{method} holds fewer tokens from block to block, where cache-dit adds what all tokens had; pass "
+                "span=1, or call cache_dit.disable_cache(pipe)"
+            )
         super().__init__(transformer, backbone, method, pipeline, cfg, fresh)
         self._say_adapter_stays(method.config)
 

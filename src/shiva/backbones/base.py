@@ -204,6 +204,8 @@ class Backbone:
     """Whether timesteps rise from noise to image, with the scheduler's own."""
     priced_by_running: bool = False
     """Whether its calls depend on values, so that FLOPs are counted on a real call, not on the meta device."""
+    lets_hold: bool = True
+    """Whether several blocks in a row may run on fewer tokens: it counts none of them in between."""
     unpriced: tuple[str, ...] = ()
     """Arguments without which a call is priced: a cache of keys, which is gone when the run is over."""
     notes: str = ""

@@ -205,6 +205,7 @@ class PatternBackbone(Backbone):
     """Of the transformer's config, what tells apart models of the same class and sizes."""
     notes: str = ""
     priced_by_running: bool = False
+    lets_hold: bool = True
     unpriced: tuple[str, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that mark a call beside a step's own unless they have these values."""

@@ -136,6 +136,7 @@ HIDREAM = PatternBackbone(
     ),
     grid=hidream_grid,
     priced_by_running=True,
+    lets_hold=False,
     clock="scheduler",
     time=Time("t_embedder.time_proj", "t_embedder.timestep_embedder", argument="timesteps"),
     prompt=Prompt("pooled_embeds", config="text_emb_dim"),

@@ -127,7 +127,8 @@ def fit(
     console.print(f"{output}: shiva.attach(pipe, {str(output)!r}, budget=0.4)", markup=False, soft_wrap=True)
     if fitted.weak:
         listed = ", ".join(map(str, fitted.weak))
-        advice = "more prompts, a higher --rank, or these layers dense (attach with dense=...) may help"
+        instead = "a smaller --span" if span > 1 else "these layers dense (attach with dense=...)"
+        advice = f"more prompts, a higher --rank, or {instead} may help"
         typer.secho(f"warning: little of layers {listed} is explained on held-out prompts; {advice}", err=True)
 
 

@@ -102,6 +102,8 @@ class Method(nn.Module):
     """Whether tokens that are computed attend to all others, in the layers whose keys it selects."""
     fresh_keys: bool = False
     """Whether those keys are made anew of all tokens at every step, not kept from earlier ones."""
+    holds: bool = False
+    """Whether several blocks in a row run on tokens that it gathered once."""
     needs_guidance: ClassVar[bool] = False
     """Whether it compares the two predictions of classifier-free guidance."""
     needs_signals: bool = False

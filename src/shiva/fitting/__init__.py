@@ -100,7 +100,8 @@ def bytes_a_layer(width: int, degree: int) -> int:
 
 @dataclass(frozen=True)
 class Explained:
-    """Share of the power of a layer's updates, on held-out prompts, that its maps explain."""
+    """Share of the power of what a layer and those after it in its span add that its maps explain; on held-out
+    prompts."""
 
     layer: int
     constant: float
@@ -130,8 +131,9 @@ class Fitted(Fit):
 
     @property
     def weak(self) -> list[int]:
-        """Layers of which little is explained."""
-        return [row.layer for row in self.layers if not row.low >= LOW]
+        """Layers of which little is explained, of those that begin a span."""
+        begun = {span.start for span in self.method.spans.values()}
+        return [row.layer for row in self.layers if row.layer in begun and not row.low >= LOW]
 
 
 def fit(

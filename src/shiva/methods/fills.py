@@ -73,6 +73,10 @@ class FillRun:
     updates: dict[Key, Tensor] = field(default_factory=dict)
     keys: dict[Key, Tensor] = field(default_factory=dict)
     ages: dict[Key, Tensor] = field(default_factory=dict)
+    missed: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """Of the first layer of each span and each guidance branch, what its regression missed, (B, N, D)."""
+    begun: dict[int, Tensor] = field(default_factory=dict)
+    """Of each guidance branch, what tokens were at the beginning of a span that runs all of them."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,8 @@ class Fill:
 
     caches: ClassVar[bool] = False
     """Whether it may keep updates from step to step."""
+    carries: bool = False
+    """Whether it keeps anything else from step to step."""
     weights: Shortcut | None = None
     """What it learns, where it does; the method that has it trains and saves them."""
 

@@ -183,7 +183,8 @@ class LapSumMethod(GatedTopK):
         return shifted_ratios(tuple(self.ratio_logits.tolist()), self.config.keep, self.config.dense)
 
     def gates(self, scores: Tensor, k: int, layer: int, ctx: StepContext) -> Tensor:
-        learned = torch.sigmoid(self.ratio_logits[layer]) * ctx.tokens
+        span = ctx.now.spans[layer]
+        learned = torch.sigmoid(self.ratio_logits[span.start : span.stop]).mean() * ctx.tokens
         budget = learned if ctx.explore.ratio is None else float(k)
         return lapsum_topk(scores, budget, self.config.alpha)
 

@@ -115,6 +115,7 @@ class Pruner(Method):
         with_keys = self.whole_keys or self.freezes
         self.requires = frozenset({"block", "keys"}) if with_keys else frozenset({"block"})
         self.sites = self.requires | INSIDE if self.fresh_keys else self.requires
+        self.holds = config.span > 1
         if self.shortcut is not None:
             check_whole(spans_of(spec.layers, frozenset(config.dense), config.span), spec.layers, config.span)
 
@@ -124,7 +125,8 @@ class Pruner(Method):
 
     @property
     def recordable(self) -> bool:  # type: ignore[override]
-        carries = self.fill.caches or self.fill.tracks_age or self.freezes or self.score.observes
+        fill = self.fill
+        carries = fill.caches or fill.carries or fill.tracks_age or self.freezes or self.score.observes
         return not (carries or self.score.drawn or self.config.cover)
 
     def dense_layers(self) -> Collection[int]:
@@ -138,7 +140,12 @@ class Pruner(Method):
 
     def even(self, counts: Sequence[int]) -> tuple[int, ...]:
         """Counts of all layers, those of a span brought to their mean."""
-        means = {layer: sum(counts[i] for i in span) // len(span) for layer, span in self.spans.items()}
+        unit = getattr(self.config, "bucket", None) or 1
+        means = {
+            layer: max(unit, sum(counts[i] for i in span) // len(span) // unit * unit)
+            for layer, span in self.spans.items()
+            if len(span) > 1
+        }
         return tuple(means.get(layer, count) for layer, count in enumerate(counts))
 
     def selects(self, site: Place) -> bool:
@@ -241,7 +248,9 @@ class Pruner(Method):
         if now.settled is not None:
             now.indices[site.layer] = now.settled[site.layer]
             return now.settled[site.layer]
-        chosen = choose_once(now.indices, site, self.guidance, ctx)
+        chosen, first = choose_once(now.indices, site, self.guidance, ctx), now.spans[site.layer].start
+        if chosen is None and first < site.layer:  # a span that a ControlNet opens
+            chosen = now.indices[first]
         if chosen is None:
             with torch.no_grad():
                 chosen = self.choose(x, site, ctx)
@@ -268,7 +277,7 @@ class Pruner(Method):
             return self.with_references(made, site, ctx)
         span, held = ctx.now.spans[site.layer], ctx.now.held
         if site.layer > span.start and span.start in held:
-            return within_span(run, x, held[span.start], site.layer == span[-1], ctx)
+            return within_span(run, x, site.layer, span, ctx)
         reduction = self.reduction(x, site, ctx)
         if reduction is not None:
             if len(span) > 1 and self.stays_gathered(ctx):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shiva.core.context import StepContext
 from shiva.core.method import BackboneSpec, MethodConfig, Place, Trainable
-from shiva.core.options import Whole
+from shiva.core.options import Share, Whole
 from shiva.core.reduction import Reduction
 from shiva.methods import scores
 from shiva.methods.counts import CountOptions, Table
@@ -83,12 +83,14 @@ class Ranked(PrunerOptions, CountOptions):
 class Lattice(PrunerOptions, CountOptions):
     """Lattice: tokens in a Bayer order that turns over layers and steps; the others get a regression and neighbours.
 
-    Nothing is kept from step to step, so it suits runs of few steps, whose caches are stale and of which none can be
-    spared. `shiva fit` solves the regressions in minutes. This library's own; see docs/methods.md.
+    It suits runs of few steps, whose caches are stale and of which none can be spared. `shiva fit` solves the
+    regressions in minutes. This library's own; see docs/methods.md.
     """
 
     fill: FillName = "shortcut"
     tilt: float = 4.0
+    recall: Share = 0.75
+    """Share of what the regression missed of a token at the step before that its estimate begins with."""
 
     presets: ClassVar = {"paper": {}}
 

@@ -1,13 +1,20 @@
 """The fill of few steps: a small regression of each layer, and what computed neighbours tell beyond it.
 
-It keeps nothing from step to step, so it serves runs of any length from their first step on. `shiva fit` solves the
-regressions from a few dense runs; before that they add nothing, and the neighbours' mean update is what is left.
+It serves runs of any length from their first step on. `shiva fit` solves the regressions from a few dense runs; before
+that they add nothing, and the neighbours' mean update is what is left.
+
+What a regression misses of a token changes slowly from step to step. With `recall` its estimate begins with what was
+missed of it before, and the neighbours tell how that has changed:
+
+    fill_i = lin(x_i) + m_i + sum_j w_ij (update_j - lin(x_j) - m_j),   m = recall * missed at the step before
+
+which keeps one tensor a span. Without it nothing is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -16,15 +23,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shiva.core.context import StepContext
 from shiva.core.method import BackboneSpec, Place
-from shiva.core.options import Count, Positive, Whole
+from shiva.core.options import Count, Positive, Share, Whole
 from shiva.core.reduction import Reduction
-from shiva.methods.fills import FILLS, Fill, FillOptions
-from shiva.ops.fill import FillFrom
+from shiva.methods.fills import FILLS, Fill, FillOptions, FillRun
+from shiva.ops.fill import FillFrom, filled
 from shiva.ops.shortcut import (
     SPREAD,
+    Estimate,
     Lin,
     Parts,
     Places,
+    Recalling,
     Shortcut,
     fill_updates,
     places_of,
@@ -43,6 +52,8 @@ class ShortcutOptions(FillOptions):
     """Highest power of the noise level in the regression; 0 knows nothing of it."""
     spread: Positive = SPREAD
     """Deviation, in tokens, of the weights of computed neighbours."""
+    recall: Share = 0.0
+    """Share of what the regression missed of a token at the step before that its estimate begins with."""
     parts: Parts = "both"
     """What a skipped token gets: both, or for ablations lin, neighbours, mean (of all computed) or identity."""
 
@@ -60,6 +71,7 @@ class ShortcutFill(Fill):
         super().__init__(config, spec, tracks_age)
         self.weights = Shortcut(spec.layers, spec.width, min(config.rank, spec.width), config.degree)
         self._places: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.carries = config.recall > 0 and config.parts in ("lin", "both")
 
     def begin_step(self, ctx: StepContext) -> None:
         """All layers at once, unless training may run some of them again."""
@@ -81,14 +93,61 @@ class ShortcutFill(Fill):
                 self._places[indices] = made._replace(computed=made.computed.clone())  # a view would hold its key
         return self._places[indices]
 
+    # -- what is recalled ----------------------------------------------------------------------------
+
+    def recalling(self, x: Tensor, layer: int, ctx: StepContext) -> Estimate:
+        """The estimate of tokens x (B, N, D) at a layer, before any neighbour is asked."""
+        lin = self.lin(layer, ctx)
+        if not self.carries:
+            return lin
+        run: FillRun = ctx.run
+        missed = run.missed.get((layer, ctx.branch))
+        known = missed is not None and missed.shape == x.shape
+        return Recalling(lin, self.config.recall * missed if known and missed is not None else None)
+
+    def noting(self, reduction: Reduction, estimate: Estimate, layer: int, ctx: StepContext) -> Reduction:
+        """The reduction, which leaves what was missed to the step after."""
+        if not isinstance(estimate, Recalling):
+            return reduction
+
+        def restore(values: Tensor, base: Tensor) -> Tensor:
+            restored = reduction.restore(values, base)
+            ctx.run.missed[layer, ctx.branch] = estimate.missed(restored, base)
+            return restored
+
+        return replace(reduction, restore=restore)
+
+    def refresh(self, out: Tensor, base: Tensor, site: Place, ctx: StepContext) -> None:
+        super().refresh(out, base, site, ctx)
+        if not self.carries:
+            return
+        run, span = ctx.run, ctx.now.spans[site.layer]
+        if site.layer == span.start:
+            run.begun[ctx.branch] = base
+        if site.layer == span[-1]:
+            begun = run.begun.pop(ctx.branch)
+            run.missed[span.start, ctx.branch] = (out - begun - self.lin(span.start, ctx)(begun)).detach()
+
+    # -- the fill ------------------------------------------------------------------------------------
+
     def of(self, indices: Tensor, x: Tensor, site: Place, ctx: StepContext) -> Reduction:
         config = self.config
-        lin, places = self.lin(site.layer, ctx), self.places(indices, ctx)
-        return shortcut_fill(indices, x, lin, ctx.layout.shape, config.spread, config.parts, places)
+        estimate, places = self.recalling(x, site.layer, ctx), self.places(indices, ctx)
+        made = shortcut_fill(indices, x, estimate, ctx.layout.shape, config.spread, config.parts, places)
+        return self.noting(made, estimate, site.layer, ctx)
 
     def from_selected(self, indices: Tensor, x: Tensor, age: Tensor, layer: int, ctx: StepContext) -> FillFrom | None:
-        lin, config = self.lin(layer, ctx), self.config
-        return lambda updates: fill_updates(updates, x, indices, lin, ctx.layout.shape, config.spread, config.parts)
+        return self.told_by(indices, x, self.recalling(x, layer, ctx), ctx)
+
+    def told_by(self, indices: Tensor, x: Tensor, estimate: Estimate, ctx: StepContext) -> FillFrom:
+        """What each token would get if it were skipped, from the updates of those at indices (B, k)."""
+        shape, spread, parts = ctx.layout.shape, self.config.spread, self.config.parts
+        return lambda updates: fill_updates(updates, x, indices, estimate, shape, spread, parts)
+
+    def trained(self, indices: Tensor, x: Tensor, age: Tensor, layer: int, ctx: StepContext) -> Reduction:
+        estimate = self.recalling(x, layer, ctx)
+        made = filled(indices, x.shape[1], self.told_by(indices, x, estimate, ctx))
+        return self.noting(made, estimate, layer, ctx)
 
     def flops(self, counts: Sequence[float], tokens: int) -> float:
         _, _, width, rank = self.weights.down.shape

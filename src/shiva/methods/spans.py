@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 
+import torch
 from torch import Tensor
 
 from shiva.core.context import Held, StepContext
@@ -46,10 +47,13 @@ def begin_span(run: Run, reduction: Reduction, x: Tensor, base: Tensor, first: i
     return run(reduced, reduction)
 
 
-def within_span(run: Run, x: Tensor, held: Held, last: bool, ctx: StepContext) -> Streams:
+def within_span(run: Run, x: Tensor, layer: int, span: range, ctx: StepContext) -> Streams:
     """A layer after it, on gathered tokens x (B, k, D); after the last all tokens are there again."""
+    held = ctx.now.held[span.start]
     out = run(x, held.reduction)
-    if not last:
+    if layer < span[-1]:
         return out
+    if not torch.is_grad_enabled():  # gradient checkpointing will run the layers again
+        del ctx.now.held[span.start]
     with ctx.phase("scatter"):
         return out._replace(image=held.reduction.restore(out.image, held.base))

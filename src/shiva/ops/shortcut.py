@@ -54,6 +54,28 @@ class Lin(NamedTuple):
         return F.linear(seen, up.t(), offset) if offset.ndim == 1 else seen @ up + offset
 
 
+class Recalling:
+    """A layer's regression at one call, and what is recalled of each token beside it."""
+
+    def __init__(self, lin: Lin, recalled: Tensor | None):
+        self.lin, self.recalled = lin, recalled
+        self.told: Tensor | None = None
+        """What the regression alone said of the tokens it was last asked about."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.told = self.lin(x)
+        return self.told.clone() if self.recalled is None else self.told + self.recalled.to(x.dtype)
+
+    def missed(self, restored: Tensor, base: Tensor) -> Tensor:
+        """Of what tokens (B, N, D) got, the part that the regression had not said."""
+        assert self.told is not None
+        return (restored - base - self.told).detach()
+
+
+Estimate = Lin | Recalling
+"""What tokens (B, N, D) would get before any neighbour is asked."""
+
+
 class Factors(NamedTuple):
     """The regression of one layer: its terms in the powers 0 to G - 1 of the noise level."""
 
@@ -193,7 +215,7 @@ def fill_updates(
     updates: Tensor,
     x: Tensor,
     indices: Tensor,
-    lin: Lin,
+    lin: Estimate,
     shape: Shape,
     spread: float = SPREAD,
     parts: Parts = "both",
@@ -215,7 +237,7 @@ def fill_updates(
 def shortcut_fill(
     indices: Tensor,
     x: Tensor,
-    lin: Lin,
+    lin: Estimate,
     shape: Shape,
     spread: float = SPREAD,
     parts: Parts = "both",
@@ -223,8 +245,8 @@ def shortcut_fill(
 ) -> Reduction:
     """Run the tokens at indices (B, k) of x (B, N, D); the others add what `fill_updates` would give them.
 
-    `lin` is a layer's regression at the step's noise level, `Shortcut.at`; `places` are those of the indices, where
-    they are known.
+    `lin` is a layer's regression at the step's noise level, `Shortcut.at`, or that with what is recalled; `places` are
+    those of the indices, where they are known.
     """
     tokens = x.shape[1]
     if parts == "identity" or indices.shape[1] == tokens:

@@ -228,6 +228,9 @@ def weights_for(method: Trainable, state: State, budget: float | None) -> dict[s
 
     Its budget's moving average is its own and stays behind, as does a policy that was meant for another budget.
     """
+    span = getattr(method.config, "span", 1)
+    if state.recipe["method"].get("span", 1) != span:
+        raise ValueError(f"start: that run has not method.span={span}; make it the same")
     same_budget = state.recipe["method"].get("budget") == budget
     other = [] if same_budget else [id(parameter) for parameter in method.groups().get("policy", [])]
     learned = {name: weight for name, weight in method.named_parameters() if id(weight) not in other}
@@ -252,12 +255,19 @@ def start_from_checkpoint(method: Trainable, folder: Path) -> list[str]:
         )
     policy = [id(parameter) for parameter in method.groups().get("policy", [])]
     own = {name: weight for name, weight in method.named_parameters() if id(weight) not in policy}
-    found = ShivaCheckpoint.from_pretrained(folder).weights
+    checkpoint = ShivaCheckpoint.from_pretrained(folder)
+    found = checkpoint.weights
     shared = {name: found[name] for name in own if name in found}
     other = [name for name, value in shared.items() if own[name].shape != value.shape]
     if other or not shared:
         lacking = f"{other[0]} of another shape" if other else "no weight"
         raise ValueError(f"start: {folder} has {lacking} for {method}; give one of the same method and sizes")
+    spans = [getattr(config, "span", 1) for config in (checkpoint.method_config, method.config)]
+    if spans[0] != spans[1]:
+        raise ValueError(
+            f"start: {folder} was made for spans of {spans[0]}, and method.span is {spans[1]}; make it again, such as "
+            f"by `shiva fit --span {spans[1]}`, or set method.span={spans[0]}"
+        )
     method.load_state_dict({**method.state_dict(), **shared})
     return list(shared)
 
