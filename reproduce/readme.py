@@ -1,4 +1,5 @@
-"""Fill the table of README.md from the committed evaluation of the turbo: python -m reproduce.readme."""
+"""Fill the table of README.md and of the page on few steps from the committed evaluation of the turbo:
+python -m reproduce.readme."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from shiva.show.documents import tables_of
 from shiva.show.report import texts_of
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "how-to" / "few-steps.md")
 EVALUATION = ROOT / "results" / "eval" / "emoji-128-turbo-16" / "tables" / "floor.json"
 COMMAND = (
     "shiva eval models/emoji-128-turbo --methods recipes/eval/emoji-turbo.yaml --protocol floor --limit 16 "
@@ -23,7 +24,8 @@ SHOWN = (
     r"\d+ steps(, trained)?",
     r"Shiva \d+ in \d steps",
     r"identity .*",
-    r"Lattice \d+ in 3 steps",
+    r"(NeuralSort|DyDiT) in 3 steps",
+    r"Lattice \d+ in 3 steps(, .*)?",
     r"Sweep .*",
     r"ToMeSD",
     r"ToMA",
@@ -34,6 +36,7 @@ COLUMNS = {
     "latency, s": "seconds an image",
     "speed-up": "speed-up",
     "PSNR to dense": "PSNR to dense, dB ↑",
+    "SSIM to dense": "SSIM ↑",
     "LPIPS to dense": "LPIPS to dense ↓",
     "Fréchet": "Fréchet distance ↓",
     "top-1": "right label ↑",
@@ -75,4 +78,5 @@ def filled(page: str) -> str:
 
 
 if __name__ == "__main__":
-    write_atomically(README, filled(README.read_text()).encode())
+    for page in PAGES:
+        write_atomically(page, filled(page.read_text()).encode())
