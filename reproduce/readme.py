@@ -65,9 +65,9 @@ def text_of(document: dict[str, Any]) -> str:
     about = (
         f"*{settings['model']}, {settings['count']} prompts and {len(settings['seeds'])} seeds in {settings['steps']} "
         f"steps without guidance, where no other number stands, on {where['cores']} cores of an {where['cpu']} CPU. "
-        "The number behind a name is the percentage of tokens computed. Shiva, identity (the paper's: a skipped "
-        "token gets nothing) and the trained 2 steps have the same adapter, target and images; Lattice is fitted in "
-        f"a minute, the others need neither. `{COMMAND}` prints it.*"
+        "The number behind a name is the percentage of tokens computed. Shiva and the trained 2 steps have the same "
+        "adapter, target and images; Lattice is fitted in a minute, the others need neither. "
+        f"`{COMMAND}` prints it.*"
     )
     return "\n".join([*table_of(document), "", about])
 
