@@ -73,6 +73,7 @@ def measure_path(
 
         def once(x: Tensor = x, ctx: StepContext = ctx, run: Callable[..., Streams] = run) -> Streams:
             ctx.run, ctx.now = method.new_run(), method.new_step()
+            method.begin_step(ctx)
             return method.around(run, x, x, site, ctx)
 
         with torch.inference_mode():

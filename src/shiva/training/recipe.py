@@ -196,7 +196,10 @@ def read_recipe(path: Path) -> dict[str, Any]:
     method = values.get("method")
     if isinstance(method, Mapping) and "name" in method:
         base.pop("method", None)
-    return lay_over(base, values)
+    try:
+        return lay_over(base, values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
