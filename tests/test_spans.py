@@ -160,6 +160,8 @@ def test_a_span_runs_on_counts_of_the_bucket() -> None:
         run(model, call)
         kept = set(session.stats[0].kept.values())
     assert kept <= {16, 32, 48, 64}
+    odd = shiva.Lattice(bucket=16, span=4).build(session.spec)
+    assert odd.even([36] * 8) == (36,) * 8, "a step that sees all tokens still does"
 
 
 def test_a_checkpoint_of_spans_keeps_its_dense_layers(tmp_path: Path) -> None:

@@ -264,11 +264,8 @@ class ShivaCheckpoint(
             instead = f", or set {knob}, which needs no training" if knob else ""
             raise ValueError(f"{sorted(fixed)[0]} is fixed by training; train again to change it{instead}")
         config = self.method_config.changed(overrides)
-        span, dense, given = (
-            getattr(config, "span", 1),
-            getattr(self.method_config, "dense", ()),
-            overrides.get("dense"),
-        )
+        span, dense = getattr(config, "span", 1), getattr(self.method_config, "dense", ())
+        given = overrides.get("dense")
         if span > 1 and given is not None and tuple(given) != dense:
             raise ValueError(
                 f"dense={given} would begin other spans of {span} layers than those that were fitted or trained; keep "

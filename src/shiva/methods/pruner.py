@@ -139,12 +139,12 @@ class Pruner(Method):
         return spans_of(self.spec.layers, frozenset(self.dense_layers()), self.config.span)
 
     def even(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Counts of all layers, those of a span brought to their mean."""
+        """Counts of all layers, those of a span that differ brought to their mean."""
         unit = getattr(self.config, "bucket", None) or 1
         means = {
             layer: max(unit, sum(counts[i] for i in span) // len(span) // unit * unit)
             for layer, span in self.spans.items()
-            if len(span) > 1
+            if len({counts[i] for i in span}) > 1
         }
         return tuple(means.get(layer, count) for layer, count in enumerate(counts))
 
