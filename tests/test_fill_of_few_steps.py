@@ -22,7 +22,7 @@ from shiva.methods.shortcut import ShortcutFill
 from shiva.ops.shortcut import shortcut_flops
 from shiva.ops.topk import hard_topk
 
-from tiny import BACKBONES, call_sd3, make_sd3
+from tiny import BACKBONES, call_sd3, fitted, make_sd3, run
 
 WHOLE = ("sd3", "sd35", "pixart", "dit")
 """Those whose blocks keep attention and feed-forward apart."""
@@ -33,19 +33,6 @@ class AnySite:
 
     name, kind, layer, stack, index, single_stream, rotary = "block", "block", 1, "", 1, False, False
     module: Any = None
-
-
-def fitted(method: Any) -> Any:
-    """Weights that add something, as after a fit."""
-    torch.manual_seed(3)
-    for parameter in method.shortcut.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    return method
-
-
-@torch.no_grad()
-def run(model: Any, call: dict[str, Any]) -> Tensor:
-    return model(**call)[0]
 
 
 # -- what it computes ------------------------------------------------------------------------------------

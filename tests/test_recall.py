@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import shiva
 from shiva.core.context import Exploration
@@ -15,21 +14,9 @@ from shiva.ops.shortcut import Lin, Recalling, shortcut_fill
 from shiva.training.call import call as training_call
 from shiva.training.recipe import load_recipe
 
-from tiny import call_sd3, make_sd3
+from tiny import call_sd3, fitted, make_sd3, run
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-
-
-def fitted(method: Any) -> Any:
-    torch.manual_seed(3)
-    for parameter in method.shortcut.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    return method
-
-
-@torch.no_grad()
-def run(model: Any, call: dict[str, Any]) -> Tensor:
-    return model(**call)[0]
 
 
 def two_steps() -> list[dict[str, Any]]:

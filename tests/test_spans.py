@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,20 +17,7 @@ from shiva.training.call import call as training_call
 from shiva.training.state import start_from_checkpoint
 from tiny_images import IMAGES
 
-from tiny import call_sd3, make_sd3
-
-
-def fitted(method: Any) -> Any:
-    """Weights that add something, as after a fit."""
-    torch.manual_seed(3)
-    for parameter in method.shortcut.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    return method
-
-
-@torch.no_grad()
-def run(model: Any, call: dict[str, Any]) -> Tensor:
-    return model(**call)[0]
+from tiny import call_sd3, fitted, make_sd3, run
 
 
 @pytest.mark.parametrize(
