@@ -203,8 +203,8 @@ METHODS: dict[str, Row] = {
         differentiable=True,
     ),
     "shiva-recall": Row(
-        on=shiva.Shiva(budget=0.5, fill="shortcut", recall=0.5, guess="zero"),
-        off=shiva.Shiva(budget=1.0, fill="shortcut", recall=0.5),
+        on=shiva.Shiva(budget=0.5, fill="shortcut", recall=0.5, steady=0.5, guess="zero"),
+        off=shiva.Shiva(budget=1.0, fill="shortcut", recall=0.5, steady=0.5),
         kept=half_but_first,
         differentiable=True,
     ),

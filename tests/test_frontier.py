@@ -153,7 +153,11 @@ def test_the_grid_says_what_each_way_is() -> None:
     assert frontier.fewer(4) == (3, 2)
     assert kinds["6 steps"] == "fewer steps"
     assert kinds["8 multistep"] == kinds["3 multistep"] == "multistep"
-    assert kinds["Sweep 0.4, 6 multistep"] == kinds["Sweep 0.4 in 6 steps"] == kinds["ToMeSD"] == "tokens"
+    combined = {"Sweep 0.4", "Sweep 0.4 in 6 steps", "Sweep 0.4, 4 even", "Sweep 0.4, 6 multistep"}
+    assert {kinds[name] for name in (*combined, "Sweep 0.4 with MagCache", "ToMeSD")} == {"tokens"}
+    assert grid["Sweep 0.4 with MagCache"].cache == "MagCache"
+    assert kinds["MagCache, 6 even"] == "cache", "rivals go together too"
+    assert grid["MagCache, 6 even"].steps == 6
     assert grid["converged"].steps == 100
     held = make_grid(8, (4,), pruned, [], solver="multistep")
     assert {name for name in held if "even" in name} == {"8 even", "4 even"}

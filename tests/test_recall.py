@@ -1,4 +1,4 @@
-"""Recall: a skipped token's estimate begins with what the regression missed of it at the step before."""
+"""What a skipped token's estimate takes from the step before: what the regression missed of it, and what it became."""
 
 from __future__ import annotations
 
@@ -63,14 +63,47 @@ def test_a_dense_step_leaves_what_the_regression_missed(span: int) -> None:
     assert not torch.equal(outputs[0.0], outputs[1.0])
 
 
-def test_a_run_that_learns_recalls_as_one_that_draws() -> None:
-    """A rollout's step leaves what was missed to the step that learns, which computes what inference would."""
+def test_what_stays_as_it_was_is_restored_exactly() -> None:
+    """If computed tokens become what they were a step before, the others do, whatever the regression says."""
+    torch.manual_seed(0)
+    x, ended = torch.randn(2, 36, 16), torch.randn(2, 36, 16)
+    lin = Lin(torch.randn(16, 4), torch.randn(4, 16), torch.randn(16))
+    indices = torch.arange(0, 36, 3).expand(2, -1)
+    made = shortcut_fill(indices, x, Recalling(lin, None, ended, 1.0), (1, 6, 6))
+    torch.testing.assert_close(made.restore(made.reduce(ended), x), ended)
+    half = shortcut_fill(indices, x, Recalling(lin, None, ended, 0.5), (1, 6, 6))
+    none = shortcut_fill(indices, x, lin, (1, 6, 6))
+    mean = (none.restore(none.reduce(ended), x) + ended) / 2
+    torch.testing.assert_close(half.restore(half.reduce(ended), x), mean)
+
+
+@pytest.mark.parametrize("span", [1, 4])
+@pytest.mark.parametrize("dense_steps", [(0,), ()])
+def test_every_step_leaves_what_its_last_span_made_of_tokens(span: int, dense_steps: tuple[int, ...]) -> None:
+    model, calls = make_sd3(), two_steps()
+    config = shiva.Lattice(budget=0.5, span=span, rank=4, recall=0.0, steady=1.0, dense_steps=dense_steps)
+    with shiva.attach(model, config) as session:
+        fitted(session.method)
+        session.begin_run()
+        for call in calls:
+            seen = []
+            watching = model.norm_out.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
+            run(model, call)
+            watching.remove()
+            assert set(session.ctx.run.ended) == {0}
+            assert torch.equal(session.ctx.run.ended[0], seen[0])
+            assert session.ctx.run.missed == {}
+
+
+@pytest.mark.parametrize("option", ["recall", "steady"])
+def test_a_run_that_learns_recalls_as_one_that_draws(option: str) -> None:
+    """A rollout's step leaves what it knows to the step that learns, which computes what inference would."""
     model, (first, second) = make_sd3().requires_grad_(False), two_steps()
     options = {"fill": "shortcut", "rank": 4, "guidance": "per-sample", "guess": "zero"}
     outputs = {}
-    for recall in (0.0, 0.7):
+    for share in (0.0, 0.7):
         torch.manual_seed(0)
-        with shiva.attach(model, shiva.Shiva(budget=0.5, recall=recall, **options)) as session:
+        with shiva.attach(model, shiva.Shiva(budget=0.5, **{option: share}, **options)) as session:
             fitted(session.method)
             session.begin_run()
             run(model, first)
@@ -83,11 +116,14 @@ def test_a_run_that_learns_recalls_as_one_that_draws() -> None:
             learned, _ = training_call(session, second, explore=explore)
             assert learned.requires_grad
             torch.testing.assert_close(learned.detach(), drawn, rtol=1e-4, atol=1e-4)
-            outputs[recall] = drawn
+            outputs[share] = drawn
     assert not torch.equal(outputs[0.0], outputs[0.7])
 
 
 def test_a_recipe_that_recalls_goes_along_runs() -> None:
     assert load_recipe(RECIPES / "emoji-turbo.yaml").method["recall"] == 0.75
+    shorter = ["sampling.rollout=0.5", "sampling.follow=null"]
     with pytest.raises(ValueError, match=r"method.recall=0.75 carries on.*rollout: 1"):
-        load_recipe(RECIPES / "emoji-turbo.yaml", ["sampling.rollout=0.5", "sampling.follow=null"])
+        load_recipe(RECIPES / "emoji-turbo.yaml", shorter)
+    with pytest.raises(ValueError, match=r"method.steady=0.7 carries on.*rollout: 1"):
+        load_recipe(RECIPES / "emoji-turbo.yaml", [*shorter, "method.recall=0"])

@@ -49,7 +49,7 @@ def test_a_dense_layer_may_begin_a_span_but_not_cut_one() -> None:
 
 def test_the_layers_of_a_span_run_on_the_same_tokens_and_are_filled_once() -> None:
     model, call = make_sd3(), call_sd3(2, 6, 6)
-    config = shiva.Lattice(budget=0.5, span=4, rank=4, recall=0.0)
+    config = shiva.Lattice(budget=0.5, span=4, rank=4, recall=0.0, steady=0.0)
     with shiva.attach(model, config) as session, session.trace() as trace:
         fitted(session.method)
         inputs: dict[int, Tensor] = {}

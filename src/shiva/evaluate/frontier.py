@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -64,7 +65,7 @@ def make_grid(
     caches: Sequence[CacheName],
     solver: Solver = "own",
 ) -> dict[str, Candidate]:
-    """Steps x solvers, caches x settings, and what drops tokens: at all steps, and at fewer of either solver.
+    """Steps x solvers, caches x settings, and what drops tokens; the last two alone and with fewer steps.
 
     `solver` is that of the dense run, and of all that does not say another.
     """
@@ -74,10 +75,17 @@ def make_grid(
     found |= {f"{n} {other}": Candidate(steps=n, solver=other) for other in others for n in (steps, *fewer_steps)}
     found |= {f"{c} {at:g}": Candidate(cache=c, setting=at, solver=solver) for c in caches for at in SETTINGS[c]}
     found |= {name: dataclasses.replace(way, solver=solver) for name, way in pruned.items()}
-    for n in fewer_steps[:1]:
-        for name, way in pruned.items():
+    spaced: Solver = "even" if solver == "own" else solver
+    for c, n in itertools.product(caches[:1], fewer_steps[:1]):
+        found[f"{c}, {n} {spaced}"] = Candidate(cache=c, setting=SETTINGS[c][0], steps=n, solver=spaced)
+    for name, way in pruned.items():
+        for n in fewer_steps[:2]:
             found[f"{name} in {n} steps"] = dataclasses.replace(way, steps=n, solver=solver)
+            found[f"{name}, {n} {spaced}"] = dataclasses.replace(way, steps=n, solver=spaced)
+        for n in fewer_steps[:1]:
             found[f"{name}, {n} multistep"] = dataclasses.replace(way, steps=n, solver="multistep")
+        for c in caches[:1]:
+            found[f"{name} with {c}"] = dataclasses.replace(way, cache=c, setting=SETTINGS[c][0], solver=solver)
     return found
 
 

@@ -77,6 +77,8 @@ class FillRun:
     """Of the first layer of each span and each guidance branch, what its regression missed, (B, N, D)."""
     begun: dict[int, Tensor] = field(default_factory=dict)
     """Of each guidance branch, what tokens were at the beginning of a span that runs all of them."""
+    ended: dict[int, Tensor] = field(default_factory=dict)
+    """Of each guidance branch, what tokens were at the end of the last span, (B, N, D)."""
 
 
 @dataclass(frozen=True)

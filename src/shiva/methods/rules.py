@@ -91,6 +91,8 @@ class Lattice(PrunerOptions, CountOptions):
     tilt: float = 4.0
     recall: Share = 0.75
     """Share of what the regression missed of a token at the step before that its estimate begins with."""
+    steady: Share = 0.7
+    """In the last span, share of the estimate that is what the token was there at the step before."""
 
     presets: ClassVar = {"paper": {}}
 

@@ -31,7 +31,7 @@ class Shiva(RoutedOptions, CountOptions):
     What you turn at inference, also under a trained checkpoint:
         how many: budget or flops, tilt, bucket, dense, dense_steps
         which: guidance, age, cover
-        what the others get: fill, near, cache_dtype, cache_layers, spread, recall, parts
+        what the others get: fill, near, cache_dtype, cache_layers, spread, recall, steady, parts
         what the chosen see: attends, freeze_references
     What training settles, and a checkpoint fixes:
         the router: sharing, bottleneck, signals, signal_length

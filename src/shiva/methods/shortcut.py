@@ -8,7 +8,9 @@ missed of it before, and the neighbours tell how that has changed:
 
     fill_i = lin(x_i) + m_i + sum_j w_ij (update_j - lin(x_j) - m_j),   m = recall * missed at the step before
 
-which keeps one tensor a span. Without it nothing is kept.
+which keeps one tensor a span. After the last span tokens hardly differ from what they were there a step before, and
+what they were has no noise of its own. So with `steady` a share of the estimate is that they become it again, but for
+what computed neighbours tell: pictures get less grain. It keeps one tensor. Without both nothing is kept.
 """
 
 from __future__ import annotations
@@ -54,6 +56,8 @@ class ShortcutOptions(FillOptions):
     """Deviation, in tokens, of the weights of computed neighbours."""
     recall: Share = 0.0
     """Share of what the regression missed of a token at the step before that its estimate begins with."""
+    steady: Share = 0.0
+    """In the last span, share of the estimate that is what the token was there at the step before."""
     parts: Parts = "both"
     """What a skipped token gets: both, or for ablations lin, neighbours, mean (of all computed) or identity."""
 
@@ -71,7 +75,8 @@ class ShortcutFill(Fill):
         super().__init__(config, spec, tracks_age)
         self.weights = Shortcut(spec.layers, spec.width, min(config.rank, spec.width), config.degree)
         self._places: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self.carries = config.recall > 0 and config.parts in ("lin", "both")
+        estimates = config.parts in ("lin", "both")
+        self.recalls, self.steadies = config.recall > 0 and estimates, config.steady > 0 and estimates
 
     def begin_step(self, ctx: StepContext) -> None:
         """All layers at once, unless training may run some of them again."""
@@ -97,36 +102,45 @@ class ShortcutFill(Fill):
 
     def recalling(self, x: Tensor, layer: int, ctx: StepContext) -> Estimate:
         """The estimate of tokens x (B, N, D) at a layer, before any neighbour is asked."""
-        lin = self.lin(layer, ctx)
-        if not self.carries:
+        lin, config = self.lin(layer, ctx), self.config
+        if not (self.recalls or self.steadies):
             return lin
         run: FillRun = ctx.run
-        missed = run.missed.get((layer, ctx.branch))
-        known = missed is not None and missed.shape == x.shape
-        return Recalling(lin, self.config.recall * missed if known and missed is not None else None)
+        missed = same_tokens(run.missed.get((layer, ctx.branch)), x)
+        ended = same_tokens(run.ended.get(ctx.branch), x) if self.ends(layer, ctx) else None
+        return Recalling(lin, None if missed is None else config.recall * missed, ended, config.steady)
+
+    def ends(self, layer: int, ctx: StepContext) -> bool:
+        """Whether a layer is of the last span, and what that makes of tokens is kept."""
+        return self.steadies and ctx.now.spans[layer] == ctx.now.spans[max(ctx.now.spans)]
 
     def noting(self, reduction: Reduction, estimate: Estimate, layer: int, ctx: StepContext) -> Reduction:
-        """The reduction, which leaves what was missed to the step after."""
+        """The reduction, which leaves what was missed, and what tokens became, to the step after."""
         if not isinstance(estimate, Recalling):
             return reduction
 
         def restore(values: Tensor, base: Tensor) -> Tensor:
             restored = reduction.restore(values, base)
-            ctx.run.missed[layer, ctx.branch] = estimate.missed(restored, base)
+            if self.recalls:
+                ctx.run.missed[layer, ctx.branch] = estimate.missed(restored, base)
+            if self.ends(layer, ctx):
+                ctx.run.ended[ctx.branch] = restored.detach()
             return restored
 
         return replace(reduction, restore=restore)
 
     def refresh(self, out: Tensor, base: Tensor, site: Place, ctx: StepContext) -> None:
         super().refresh(out, base, site, ctx)
-        if not self.carries:
-            return
         run, span = ctx.run, ctx.now.spans[site.layer]
-        if site.layer == span.start:
+        if self.recalls and site.layer == span.start:
             run.begun[ctx.branch] = base
-        if site.layer == span[-1]:
+        if site.layer < span[-1]:
+            return
+        if self.recalls:
             begun = run.begun.pop(ctx.branch)
             run.missed[span.start, ctx.branch] = (out - begun - self.lin(span.start, ctx)(begun)).detach()
+        if self.ends(site.layer, ctx):
+            run.ended[ctx.branch] = out.detach()
 
     # -- the fill ------------------------------------------------------------------------------------
 
@@ -153,6 +167,11 @@ class ShortcutFill(Fill):
         _, _, width, rank = self.weights.down.shape
         reduced = (count for count in counts if count < tokens)
         return sum(shortcut_flops(tokens, count, width, rank) for count in reduced)
+
+
+def same_tokens(kept: Tensor | None, x: Tensor) -> Tensor | None:
+    """What was kept of tokens, if it is of as many as x."""
+    return kept if kept is not None and kept.shape == x.shape else None
 
 
 FILLS["shortcut"] = ShortcutFill

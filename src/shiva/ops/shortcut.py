@@ -55,16 +55,21 @@ class Lin(NamedTuple):
 
 
 class Recalling:
-    """A layer's regression at one call, and what is recalled of each token beside it."""
+    """A layer's regression at one call, and what is recalled of each token (B, N, D) beside it.
 
-    def __init__(self, lin: Lin, recalled: Tensor | None):
-        self.lin, self.recalled = lin, recalled
+    `recalled` is added to the regression; `ended` is what tokens became at the step before, and a share `steady` of
+    the estimate is that they become it again.
+    """
+
+    def __init__(self, lin: Lin, recalled: Tensor | None, ended: Tensor | None = None, steady: float = 0.0):
+        self.lin, self.recalled, self.ended, self.steady = lin, recalled, ended, steady
         self.told: Tensor | None = None
         """What the regression alone said of the tokens it was last asked about."""
 
     def __call__(self, x: Tensor) -> Tensor:
         self.told = self.lin(x)
-        return self.told.clone() if self.recalled is None else self.told + self.recalled.to(x.dtype)
+        found = self.told.clone() if self.recalled is None else self.told + self.recalled.to(x.dtype)
+        return found if self.ended is None else found.lerp(self.ended.to(x.dtype) - x, self.steady)
 
     def missed(self, restored: Tensor, base: Tensor) -> Tensor:
         """Of what tokens (B, N, D) got, the part that the regression had not said."""

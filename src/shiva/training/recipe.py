@@ -76,12 +76,13 @@ class Recipe:
                 f"sampling.rollout={sampling.rollout} goes along a run that keeps no updates; set method.fill to "
                 "shortcut, near or identity, or rollout: 0"
             )
-        recall = getattr(method, "recall", 0)
-        if recall and sampling.rollout < 1:
-            raise ValueError(
-                f"method.recall={recall} carries on from step to step, which only runs have; set sampling: "
-                "{density: run, steps: ..., rollout: 1}, or recall: 0 and pass it to attach"
-            )
+        for name in ("recall", "steady"):
+            share = getattr(method, name, 0)
+            if share and sampling.rollout < 1:
+                raise ValueError(
+                    f"method.{name}={share} carries on from step to step, which only runs have; set sampling: "
+                    f"{{density: run, steps: ..., rollout: 1}}, or {name}: 0 and pass it to attach"
+                )
         by_policy = [stage.name for stage in self.stages if stage.ratios == "policy" and stage.steps]
         if sampling.density == "run" and getattr(method, "dense_steps", None) and by_policy:
             raise ValueError(
