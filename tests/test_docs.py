@@ -81,9 +81,8 @@ def test_every_block_of_python_runs(page: Path, namespace: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: page.name)
 def test_the_table_of_a_page_is_that_of_the_results(page: Path) -> None:
-    text = page.read_text()
-    assert readme.PLACE.search(text)
-    assert readme.filled(text) == text, "python -m reproduce.readme writes it"
+    assert readme.PLACE.search(page.read_text())
+    assert readme.filled(page) == page.read_text(), "python -m reproduce.readme writes it"
 
 
 def test_the_readme_is_short_and_begins_with_what_one_needs() -> None:

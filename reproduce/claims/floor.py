@@ -85,16 +85,18 @@ class Oracle(LatticeMethod):
 
 def series(budget: float) -> dict[str, Build]:
     """What is compared at a share of tokens, by name."""
-    to_all = shiva.Lattice(budget=budget, tilt=0.0, recall=0.0, attends="all")
+    plain = functools.partial(shiva.Lattice, budget=budget, tilt=0.0, recall=0.0, steady=0.0)
+    to_all = plain(attends="all")
     return {
         "Lattice, attending to all": to_all.build,
         "oracle, attending to all": functools.partial(Oracle, to_all),
-        "Lattice": shiva.Lattice(budget=budget, tilt=0.0, recall=0.0).build,
-        "Lattice, recalling": shiva.Lattice(budget=budget, tilt=0.0).build,
-        "Lattice, not fitted": shiva.Lattice(budget=budget, tilt=0.0, recall=0.0, parts="neighbours").build,
-        "Lattice, regression alone": shiva.Lattice(budget=budget, tilt=0.0, recall=0.0, parts="lin").build,
-        "Lattice, mean update": shiva.Lattice(budget=budget, tilt=0.0, recall=0.0, parts="mean").build,
-        "lattice, identity": shiva.Lattice(budget=budget, tilt=0.0, recall=0.0, parts="identity").build,
+        "Lattice": plain().build,
+        "Lattice, recalling": plain(recall=0.75).build,
+        "Lattice, recalling, steady": plain(recall=0.75, steady=0.7).build,
+        "Lattice, not fitted": plain(parts="neighbours").build,
+        "Lattice, regression alone": plain(parts="lin").build,
+        "Lattice, mean update": plain(parts="mean").build,
+        "lattice, identity": plain(parts="identity").build,
         "random, same fill": shiva.Ranked(budget=budget, fill="shortcut").build,
         "random, near": shiva.Ranked(budget=budget, fill="near").build,
         "random, identity": shiva.Ranked(budget=budget).build,
