@@ -1,4 +1,4 @@
-"""Fill the table of README.md and of the page on few steps from the committed evaluation of the turbo:
+"""Fill the tables of README.md and of the pages on few and on many steps from the committed results:
 python -m reproduce.readme."""
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from shiva.checkpoint import write_atomically
+from shiva.evaluate.frontier import Kind, Point
 from shiva.show.documents import tables_of
 from shiva.show.report import texts_of
 
 ROOT = Path(__file__).parents[1]
 EVALUATION = ROOT / "results" / "eval" / "emoji-128-turbo-16" / "tables" / "floor.json"
+FRONTIER = ROOT / "results" / "frontier" / "emoji-128-16" / "frontier.json"
 COMMAND = (
     "shiva eval models/emoji-128-turbo --methods recipes/eval/emoji-turbo.yaml --protocol floor --limit 16 "
     "--seeds 0,1,2 --record"
@@ -40,7 +42,8 @@ WHOLE = (
     r"Sweep .*",
     r"ToMeSD|ToFu|ToMA|SDTM",
 )
-PAGES = {ROOT / "README.md": SHORT, ROOT / "docs" / "how-to" / "few-steps.md": WHOLE}
+TURBO = {ROOT / "README.md": SHORT, ROOT / "docs" / "how-to" / "few-steps.md": WHOLE}
+PAGES = (*TURBO, ROOT / "docs" / "how-to" / "many-steps.md")
 COLUMNS = {
     "saved": "FLOPs saved",
     "latency, s": "seconds an image",
@@ -52,6 +55,15 @@ COLUMNS = {
     "top-1": "right label ↑",
 }
 """The main table's columns by how their headings start, and what they are called here."""
+SHARES = (0.5, 0.38, 0.35, 0.25)
+"""Of the dense run's FLOPs, that the best of each kind is shown for."""
+KINDS: dict[Kind, str] = {
+    "fewer steps": "fewer steps",
+    "even steps": "fewer steps, evenly spaced",
+    "multistep": "fewer steps, second order (UniPC)",
+    "cache": "a step cache",
+    "tokens": "fewer tokens, alone or with these",
+}
 PLACE = re.compile(r"(<!-- main: [^>]+ -->\n).*?(<!-- /main -->)", re.DOTALL)
 
 
@@ -83,9 +95,28 @@ def text_of(document: dict[str, Any], shown: Sequence[str]) -> str:
     return "\n".join([*table_of(document, shown), "", about])
 
 
+def front_of(document: dict[str, Any]) -> str:
+    """The best of each kind for some shares of the FLOPs."""
+    points = [Point(**point) for point in document["results"]["points"]]
+    lines = [["", *(f"{share:.0%} of FLOPs" for share in SHARES)], ["---"] * (1 + len(SHARES))]
+    for kind, name in KINDS.items():
+        cells = []
+        for share in SHARES:
+            able = [p for p in points if p.kind == kind and p.flops < share + 0.005]
+            best = max(able, key=lambda point: point.to_dense, default=None)
+            quality = "" if best is None else f"{best.to_dense:.1f} dB, Fréchet {best.quality['frechet']:.0f}"
+            cells.append("–" if best is None else f"{best.name}: {quality}, {best.time:.0%} of the time")
+        lines.append([name, *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def filled(page: Path) -> str:
     """The page's text with the table that the results have for it."""
-    text = text_of(json.loads(EVALUATION.read_text()), PAGES[page])
+    text = (
+        text_of(json.loads(EVALUATION.read_text()), TURBO[page])
+        if page in TURBO
+        else front_of(json.loads(FRONTIER.read_text()))
+    )
     return PLACE.sub(lambda place: f"{place[1]}\n{text}\n\n{place[2]}", page.read_text())
 
 

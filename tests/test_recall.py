@@ -69,9 +69,9 @@ def test_what_stays_as_it_was_is_restored_exactly() -> None:
     x, ended = torch.randn(2, 36, 16), torch.randn(2, 36, 16)
     lin = Lin(torch.randn(16, 4), torch.randn(4, 16), torch.randn(16))
     indices = torch.arange(0, 36, 3).expand(2, -1)
-    made = shortcut_fill(indices, x, Recalling(lin, None, ended, 1.0), (1, 6, 6))
+    made = shortcut_fill(indices, x, Recalling(lin, ended=ended, steady=1.0), (1, 6, 6))
     torch.testing.assert_close(made.restore(made.reduce(ended), x), ended)
-    half = shortcut_fill(indices, x, Recalling(lin, None, ended, 0.5), (1, 6, 6))
+    half = shortcut_fill(indices, x, Recalling(lin, ended=ended, steady=0.5), (1, 6, 6))
     none = shortcut_fill(indices, x, lin, (1, 6, 6))
     mean = (none.restore(none.reduce(ended), x) + ended) / 2
     torch.testing.assert_close(half.restore(half.reduce(ended), x), mean)

@@ -108,7 +108,7 @@ class ShortcutFill(Fill):
         run: FillRun = ctx.run
         missed = same_tokens(run.missed.get((layer, ctx.branch)), x)
         ended = same_tokens(run.ended.get(ctx.branch), x) if self.ends(layer, ctx) else None
-        return Recalling(lin, None if missed is None else config.recall * missed, ended, config.steady)
+        return Recalling(lin, missed, config.recall, ended, config.steady)
 
     def ends(self, layer: int, ctx: StepContext) -> bool:
         """Whether a layer is of the last span, and what that makes of tokens is kept."""

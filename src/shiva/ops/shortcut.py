@@ -57,24 +57,32 @@ class Lin(NamedTuple):
 class Recalling:
     """A layer's regression at one call, and what is recalled of each token (B, N, D) beside it.
 
-    `recalled` is added to the regression; `ended` is what tokens became at the step before, and a share `steady` of
-    the estimate is that they become it again.
+    A share `recall` of what was `missed` is added to the regression; `ended` is what tokens became at the step before,
+    and a share `steady` of the estimate is that they become it again.
     """
 
-    def __init__(self, lin: Lin, recalled: Tensor | None, ended: Tensor | None = None, steady: float = 0.0):
-        self.lin, self.recalled, self.ended, self.steady = lin, recalled, ended, steady
+    def __init__(
+        self,
+        lin: Lin,
+        missed: Tensor | None = None,
+        recall: float = 1.0,
+        ended: Tensor | None = None,
+        steady: float = 0.0,
+    ):
+        self.lin, self.before, self.recall, self.ended, self.steady = lin, missed, recall, ended, steady
         self.told: Tensor | None = None
         """What the regression alone said of the tokens it was last asked about."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        self.told = self.lin(x)
-        found = self.told.clone() if self.recalled is None else self.told + self.recalled.to(x.dtype)
-        return found if self.ended is None else found.lerp(self.ended.to(x.dtype) - x, self.steady)
+        told, before = self.lin(x), self.before
+        self.told = told
+        found = told.clone() if before is None else told.add(before.to(x.dtype), alpha=self.recall)
+        return found if self.ended is None else found.lerp_((self.ended - x).to(found.dtype), self.steady)
 
     def missed(self, restored: Tensor, base: Tensor) -> Tensor:
         """Of what tokens (B, N, D) got, the part that the regression had not said."""
         assert self.told is not None
-        return (restored - base - self.told).detach()
+        return (restored - base).sub_(self.told).detach()
 
 
 Estimate = Lin | Recalling

@@ -109,7 +109,9 @@ def draw_frontier(document: dict[str, Any], path: Path) -> None:
     """Fidelity over cost, as a benchmark's document holds them."""
     points = [point for point in document["results"]["points"] if point["kind"] != "dense"]
     points = [point for point in points if point["to_dense"] < SAME]
-    note = "band: the front; hollow: with fewer steps of the multistep solver"
+    for point in points:
+        point["combined"] = re.search(r",| in | with ", point["name"]) is not None
+    note = "band: the front; hollow: with fewer steps, another solver or a cache"
     draw_plane(points, FIDELITY, f"{document['tables'][0]['title']}\n{note}", path)
 
 
@@ -122,6 +124,7 @@ def draw_floor(document: dict[str, Any], path: Path) -> None:
         cost, steps = results["cost"][name], re.fullmatch(r"(\d+) steps?", name)
         kind = "fewer steps" if steps else "tokens"
         point = {"name": name, "kind": kind, "steps": int(steps[1]) if steps else None, "flops": cost["share"]}
+        point["combined"] = "," in name
         points.append({**point, "time": 1 / cost["speedup"] if cost["speedup"] else None, **quality})
     panels = {"psnr": "PSNR to dense, dB", "ssim": "SSIM to dense"}
     draw_plane(points, panels, f"{document['settings']['steps']} steps; band: the front", path)
@@ -137,12 +140,22 @@ def draw_plane(points: list[dict[str, Any]], panels: dict[str, str], title: str,
         edge = pareto(points, itemgetter("cost"), itemgetter(key))
         axis.step([p["cost"] for p in edge], [p[key] for p in edge], where="post", color=QUIET, linewidth=7, zorder=0)
         labels = [draw_series(axis, name, members, key) for name, members in series(points).items()]
+        labels += [Label(p["name"], p["cost"], p[key], OURS, True) for p in apart(edge)]
         axis.set(xlabel=f"{'time' if timed else 'true FLOPs'} of an image, % of dense", ylabel=heading)
         axis.axvline(50, color=GREY, linewidth=0.8, linestyle=":", zorder=0)
         axis.margins(0.06)
         put_labels(axis, [label for label in labels if label is not None])
     figure.suptitle(title, fontsize=10)
     save(figure, path)
+
+
+def apart(edge: list[dict[str, Any]], distance: float = 10.0) -> list[dict[str, Any]]:
+    """Of the combinations on the front, some so far from each other that each can be named; the dearest first."""
+    found: list[dict[str, Any]] = []
+    for point in reversed([p for p in edge if p["combined"] and p["kind"] == "tokens"]):
+        if not found or found[-1]["cost"] - point["cost"] > distance:
+            found.append(point)
+    return found
 
 
 def series(points: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -155,17 +168,17 @@ def series(points: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def draw_series(axis: Any, name: str, members: list[dict[str, Any]], key: str) -> Label | None:
-    """One line of alike points; where its name belongs, unless it is a variant of another line."""
-    kind, variant = members[0]["kind"], "," in name
+    """One line of alike points, or some that combine two ways; where its name belongs, if it is a line."""
+    kind, combined = members[0]["kind"], members[0]["combined"]
     ours = family(name).ours and kind == "tokens"
-    colour, stroke = LINES.get(kind, (OURS if ours else GREY, "none" if variant else "-"))
+    colour, stroke = LINES.get(kind, (OURS if ours else GREY, "none" if combined else "-"))
     across, up = [p["cost"] for p in members], [p[key] for p in members]
-    marker = {"marker": "o", "markersize": 6 if ours else 4, "markerfacecolor": "white" if variant else colour}
+    marker = {"marker": "o", "markersize": 6 if ours else 4, "markerfacecolor": "white" if combined else colour}
     axis.plot(across, up, color=colour, linestyle=stroke, linewidth=2.2 if ours else 1.2, **marker)
     if kind == "fewer steps":
         for member, x, y in zip(members, across, up, strict=True):
             axis.annotate(str(member["steps"]), (x, y), (-4, 5), textcoords="offset points", fontsize=8, ha="right")
-    return None if variant else Label(name, across[-1], up[-1], colour, ours)
+    return None if combined else Label(name, across[-1], up[-1], colour, ours)
 
 
 LETTER, LINE = 0.018, 0.042
