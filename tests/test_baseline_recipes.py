@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import shiva
+from recipes.emoji import checkpoints
 from shiva.training.recipe import load_recipe, recipe_from
 from shiva.training.trainer import Trainer
 from training_tiny import make_folder, tiny_recipe
@@ -32,6 +34,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_there_is_one_for_each_trained_baseline() -> None:
     trained = {"Dense", "DiffCR", "DyDiT", "LapSum", "NeuralSort", "SoftTopK", "SparseDiT"}
     assert {type(load_recipe(path).method_config()).__name__ for path in BASELINES} == trained
+
+
+@pytest.mark.parametrize("name", checkpoints.RUNS)
+def test_each_is_trained_on_1024_tokens_with_as_many_images_from_a_router_that_is_here(name: str) -> None:
+    words = checkpoints.command(name, Path("outputs"))
+    changes = [value for flag, value in pairwise(words) if flag == "--set"]
+    recipe = load_recipe(RECIPES.parent / words[words.index("train") + 1], changes)
+    assert recipe.model.path == "models/emoji-128"
+    assert recipe.steps * recipe.sampling.batch == 4800
+    assert recipe.start is None or (RECIPES.parent / recipe.start / "config.json").is_file()
+
+
+def test_nine_methods_are_compared_there() -> None:
+    assert {path.stem for path in BASELINES} | {"shiva-60", "shiva-80"} == set(checkpoints.RUNS)
 
 
 @pytest.mark.parametrize("path", BASELINES, ids=lambda path: path.stem)
