@@ -156,7 +156,7 @@ METHODS: dict[str, Row] = {
         kept=half_but_first,
         dense_calls=1,
         everywhere=True,
-        not_on=("wan-vace",),  # adds to all tokens between blocks
+        not_on=("wan-vace", "hidream"),  # add to all tokens between blocks, or count them
     ),
     "ras": Row(
         on=shiva.RAS(budget=0.5, first=1),

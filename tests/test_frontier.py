@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from shiva.evaluate import frontier
 from shiva.evaluate.candidates import DENSE, Candidate
 from shiva.evaluate.costs import Weighed, latency, spend
 from shiva.evaluate.drawing import Workers
+from shiva.evaluate.evaluation import Evaluation
 from shiva.evaluate.frontier import Point, advice, front, kind_of, make_grid
 from shiva.evaluate.images import Run, Settings
 from shiva.evaluate.prompts import Prompt, PromptSet
@@ -63,7 +65,7 @@ def test_a_rival_changes_the_images_and_leaves_the_pipeline_as_it_was(
         return run.draw(pipe, 0, [0], output_type="latent")
 
     dense = image()
-    with magnitude_ratios(pipe.transformer) as ratios:
+    with magnitude_ratios(pipe.transformer, 6) as ratios:
         image()
     with rival.attached(target, lambda: ratios):
         first, again = image(), image()
@@ -143,6 +145,22 @@ def test_the_main_table_has_fewer_steps_at_matched_flops_and_the_step_caches(tmp
     assert found.figures["cost"]["3 steps"]["share"] == pytest.approx(0.75)
     assert found.figures["cost"]["3 steps"]["one_step_mse"] is None
     assert "FirstBlockCache cannot run SD3" in quality.caption
+
+
+def test_a_rival_that_has_a_row_already_gets_no_second(tmp_path: Path, pipe: Prompted) -> None:
+    evaluation = make(tmp_path, pipe, rivals=True, settings=Settings("tiny", None, steps=4, guidance=3.0))
+    evaluation.candidates.candidates["3 steps"] = Candidate(steps=3)
+    evaluation.candidates.tables["main"] = ["dense", "random", "3 steps"]
+    found = main(evaluation)
+    assert found is not None
+    assert [row[0] for row in found.tables[0].rows].count("3 steps") == 1
+
+
+def test_a_metric_that_failed_for_one_seed_has_no_mean() -> None:
+    one, two, three = (SimpleNamespace(value=value) for value in (1.0, 2.0, 3.0))
+    scores = [{"psnr": one, "ssim": two}, {"psnr": three}]
+    evaluation: Any = SimpleNamespace(scores=lambda run, name, seed: scores[seed])
+    assert Evaluation.means(evaluation, None, "any", [0, 1]) == {"psnr": 2.0}  # type: ignore[arg-type]
 
 
 def test_the_grid_says_what_each_way_is() -> None:

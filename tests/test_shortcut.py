@@ -252,8 +252,8 @@ def summed(rows: list[tuple[Tensor, Tensor, float]], degree: int = 1) -> NormalE
 
 
 def same(a: NormalEquations, b: NormalEquations) -> None:
-    for name, total in a.state().items():
-        torch.testing.assert_close(total, b.state()[name])
+    for name in ("gram", "cross", "power"):
+        torch.testing.assert_close(getattr(a, name), getattr(b, name))
 
 
 def predicted(made: Factors, rows: list[tuple[Tensor, Tensor, float]]) -> Tensor:
@@ -285,8 +285,6 @@ def test_r_squared_is_that_of_the_tokens(rank: int, degree: int, seed: int) -> N
     held = summed(rows, degree)
     error = (truth(rows) - predicted(made, rows)).square().sum()
     assert held.r_squared(made) == pytest.approx(float(1 - error / truth(rows).square().sum()), rel=1e-9)
-    variance = (truth(rows) - truth(rows).mean(dim=0)).square().sum()
-    assert held.r_squared(made, centred=True) == pytest.approx(float(1 - error / variance), rel=1e-9)
     assert held.tokens == len(truth(rows))
 
 
@@ -345,18 +343,8 @@ def test_the_order_of_tokens_does_not_matter(order: list[int]) -> None:
     same(summed([(x[:, order], update[:, order], sigma) for x, update, sigma in rows[::-1]]), summed(rows))
 
 
-def test_sums_merge_resume_and_take_a_level_for_each_sample() -> None:
-    rows = batches()
-    same(summed(rows[:1]).merge(summed(rows[1:])), summed(rows))
-    resumed = NormalEquations.from_state(summed(rows[:2]).state())
-    for row in rows[2:]:
-        resumed.add(*row)
-    same(resumed, summed(rows))
-    levels = torch.tensor([0.1, 0.7], dtype=torch.float64)
-    x, update, _ = rows[0]
-    together = NormalEquations(D)
-    together.add(x, update, levels)
-    same(together, summed([(x[b : b + 1], update[b : b + 1], float(levels[b])) for b in range(B)]))
+def test_sums_may_take_every_so_many_tokens() -> None:
+    x, update, _ = batches()[0]
     thinned = NormalEquations(D)
     thinned.add(x, update, 0.5, stride=7)
     same(thinned, summed([(x[:, ::7], update[:, ::7], 0.5)]))

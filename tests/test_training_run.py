@@ -18,6 +18,7 @@ from shiva.training.call import as_trained, dense
 from shiva.training.draws import MicroBatch, draw_batch, moment
 from shiva.training.noise import noise_process
 from shiva.training.recipe import lay_over, recipe_from
+from shiva.training.state import load_state
 from shiva.training.trainer import Trainer
 from test_training_loop import run_steps, trainer_of
 from training_tiny import CAPTIONS, make_folder, tiny_recipe
@@ -197,3 +198,17 @@ def test_attending_to_all_trains_with_fresh_keys(folder: Path, tmp_path: Path) -
     trainer = trainer_of(folder, tmp_path, **{**RUN, "method": {**RUN["method"], "attends": "all"}})
     assert all(torch.isfinite(torch.tensor(row["output"])) for row in run_steps(trainer, 1))
     assert isinstance(trainer.method.config, shiva.Shiva)
+
+
+def test_a_run_in_half_precision_goes_on_with_its_scale(folder: Path, tmp_path: Path, trainer: Trainer) -> None:
+    now = moment(trainer.recipe.stages, 0)
+    assert now is not None
+    trainer.enter(now)
+    trainer.step = 1
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    trainer.save(now, 1.0)
+    other = trainer_of(folder, tmp_path / "other", **RUN)
+    other.accelerator.scaler = torch.amp.GradScaler("cpu")
+    assert trainer.newest is not None
+    other.restore(trainer.newest, load_state(trainer.newest))
+    assert other.accelerator.scaler.get_scale() == 512.0

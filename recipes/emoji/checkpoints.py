@@ -34,6 +34,17 @@ SHIVA = {**STAGES, "warmup.warmup": 20}
 RUNS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     "shiva-60": ("recipes/emoji.yaml", {"start": "models/shiva/60"}, SHIVA),
     "shiva-80": ("recipes/emoji.yaml", {"start": "models/shiva/80", "method.budget": 0.8}, SHIVA),
+    "shiva-60-fixed": (
+        "recipes/emoji.yaml",
+        {"start": "models/shiva/60-fixed"},
+        {
+            "warmup.steps": 200,
+            "warmup.warmup": 20,
+            "policy.steps": 0,
+            "joint.steps": 400,
+            "joint.trains": "[router, adapter]",
+        },
+    ),
     "dense": ("recipes/baselines/dense.yaml", {}, {"joint.steps": 600}),
     "neuralsort": ("recipes/baselines/neuralsort.yaml", {"start": "models/neuralsort"}, TWO_STAGES),
     "soft-topk": ("recipes/baselines/soft-topk.yaml", {"start": "models/soft-topk"}, TWO_STAGES),

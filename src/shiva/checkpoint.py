@@ -104,8 +104,7 @@ CARD = """---
 ---
 # {{ method }} for `{{ base }}`
 
-Which image tokens each block of the transformer may skip, learned with
-Shiva (`pip install -e .` in a checkout){{ budget }}.
+{{ what }}: for Shiva (`pip install -e .` in a checkout){{ budget }}.
 
 ```python
 import shiva
@@ -117,6 +116,8 @@ print(session.summary())
 Holds {{ parts }}; `config.json` has every option. Nothing in it is executable.
 """
 """README.md of a saved checkpoint."""
+SKIPPING = "Which image tokens each block of the transformer may skip, and what those get"
+WHOLE = "An adapter alone, trained with every image token computed"
 
 
 class ShivaCheckpoint(
@@ -184,14 +185,15 @@ class ShivaCheckpoint(
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
         """What it is for and how to attach it, filled into `CARD`."""
         parts = {
-            "router and other weights": self.weights,
+            "the method's weights": self.weights,
             "a ratio table": self.tables,
             "an adapter": self.adapter_weights,
         }
-        budget = self.origin.budget
+        budget, skips = self.origin.budget, bool(self.weights or self.tables)
         return super().generate_model_card(
             *args,
             method=type(self.method_config).__name__,
+            what=SKIPPING if skips else WHOLE,
             base=self.origin.base_model or "an unnamed pipeline",
             budget="" if budget is None else f" for a mean keep of {budget:g}; another one is `budget=` of `attach`",
             parts=", ".join(name for name, held in parts.items() if held) or "options only",

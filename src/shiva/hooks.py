@@ -230,7 +230,7 @@ class Hooks:
         if method.holds and not self.session.backbone.lets_hold:
             raise ValueError(
                 f"{method} holds fewer tokens from block to block, and {spec.name} counts all of them in between; "
-                "pass span=1"
+                "pass span=1 where it has one, or take another method"
             )
         for kind in sorted(method.requires - {"keys", "model"} - {site.kind for site in acting}):
             raise ValueError(f"{method} needs to reduce the {kind} of a block, which {spec.name} does not offer apart")

@@ -129,6 +129,11 @@ class RunTracker:
         self._size = size
         return self.run, self._timesteps
 
+    @property
+    def steps(self) -> int | None:
+        """Number of the scheduler's, where it is known."""
+        return None if self._timesteps is None else len(self._timesteps)
+
     def forget(self) -> None:
         """Whatever is called next begins a new run."""
         self._timestep = float("nan")

@@ -42,7 +42,7 @@ class Session(Stepper):
         if method.holds and self._over_cache_dit:
             raise ValueError(
                 f"{method} holds fewer tokens from block to block, where cache-dit adds what all tokens had; pass "
-                "span=1, or call cache_dit.disable_cache(pipe)"
+                "span=1 where it has one, or call cache_dit.disable_cache(pipe)"
             )
         super().__init__(transformer, backbone, method, pipeline, cfg, fresh)
         self._say_adapter_stays(method.config)

@@ -153,7 +153,8 @@ class Stepper:
             with ctx.phase("signals"):
                 ctx.time_embedding, ctx.prompt = self.backbone.signals(self.transformer, call)
         if self.method.needs_sigma:
-            ctx.sigma = self.backbone.timestep(call).max() / NOISE
+            level = self.backbone.timestep(call).max() / NOISE
+            ctx.sigma = 1 - level if self.backbone.rises else level
         self.method.begin_step(ctx)
 
     def _end(self, output: Any, ctx: StepContext) -> Any:
@@ -215,6 +216,7 @@ class Stepper:
             channels=seen.shape[-1 if seen.ndim == 3 else 1],
             guidance_pairs=run.paired,
             conditional_half=self.backbone.conditional_half,
+            toward=self.backbone.toward,
             branch=run.branch,
             run=run.state,
             now=self.ctx.now if run.branch and self.ctx is not None else self.method.new_step(),
@@ -288,7 +290,8 @@ class Stepper:
             raise RuntimeError("no call has been seen yet; run the pipeline once, then ask for its cost")
         if not self.attached:
             raise RuntimeError("the session is detached; ask for its cost or summary before detach()")
-        shapes = StepContext(layout=self._priced, timestep=0.0, frozen=frozen)
-        whole = self.method.whole_keys
+        first, steps = self._tracker.run.first, self._tracker.steps
+        shapes = StepContext(layout=self._priced, timestep=0.0, first=first, steps=steps, frozen=frozen)
+        whole = self.method.sees_all(shapes)
         keys = Keys(self.hooks.key_sites() if whole or frozen else [], whole, self.method.fresh_keys)
         return price(self.transformer, self._example, sites, shapes, keys, self.hooks.probed())

@@ -200,6 +200,8 @@ class Backbone:
     layout_reads: tuple[str, ...] = ()
     """Arguments whose values, not only shapes, `layout` reads; a session reads them once as long as they stay."""
 
+    toward: Literal[1, 0, -1] = 1
+    """What it predicts: 1, noise - clean, as most flows; -1, clean - noise; 0, nothing of a flow."""
     rises: bool = False
     """Whether timesteps rise from noise to image, with the scheduler's own."""
     priced_by_running: bool = False

@@ -84,6 +84,7 @@ SD3 = PatternBackbone(
 
 PIXART = PatternBackbone(
     transformers=("PixArtTransformer2DModel",),
+    toward=0,
     stacks=(
         Stack(
             "transformer_blocks",
@@ -106,6 +107,7 @@ PIXART = PatternBackbone(
 DIT_EMBEDDING = "transformer_blocks.0.norm1.emb"
 DIT = PatternBackbone(
     transformers=("DiTTransformer2DModel",),
+    toward=0,
     stacks=(
         Stack(
             "transformer_blocks",

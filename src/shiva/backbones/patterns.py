@@ -195,6 +195,7 @@ class PatternBackbone(Backbone):
     latents: str = "hidden_states"
     channel_axis: int | None = None
     conditional_half: int = 1
+    toward: Literal[1, 0, -1] = 1
     layout_reads: tuple[str, ...] = ()
     heads: str | Callable[[Any], int] = "num_attention_heads"
     """Of the transformer's config, or a function of it."""

@@ -52,6 +52,7 @@ class ZImage(PatternBackbone):
 ZIMAGE_SEQUENCE: PerTokens = {"freqs_cis": Rope(), "attention_mask": KeyMask()}
 ZIMAGE = ZImage(
     transformers=("ZImageTransformer2DModel",),
+    toward=-1,
     stacks=(
         Stack(
             "layers",
@@ -96,6 +97,7 @@ def lumina2_grid(transformer: Any, call: Call) -> Layout:
 
 LUMINA2 = PatternBackbone(
     transformers=("Lumina2Transformer2DModel",),
+    toward=-1,
     stacks=(
         Stack(
             "layers",
@@ -130,6 +132,7 @@ def hidream_grid(transformer: Any, call: Call) -> Layout:
 HIDREAM_SEQUENCE: PerTokens = {"image_rotary_emb": Rows(), "hidden_states_masks": Rows()}
 HIDREAM = PatternBackbone(
     transformers=("HiDreamImageTransformer2DModel",),
+    toward=-1,
     stacks=(
         Stack("double_stream_blocks", IMAGE_TEXT, HIDREAM_SEQUENCE),
         Stack("single_stream_blocks", per_token=HIDREAM_SEQUENCE, text="trails", single_stream=True),

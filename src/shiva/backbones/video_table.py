@@ -143,6 +143,7 @@ HUNYUAN15 = PatternBackbone(
 IMAGE_ROPE: PerTokens = {"image_rotary_emb": SharedRope()}
 COGVIDEOX = PatternBackbone(
     transformers=("CogVideoXTransformer3DModel",),
+    toward=0,
     stacks=(
         Stack(
             "transformer_blocks",
@@ -164,6 +165,7 @@ COGVIDEOX = PatternBackbone(
 HEAD_ROPE: PerTokens = {"image_rotary_emb": rope_of_each_head}
 MOCHI = PatternBackbone(
     transformers=("MochiTransformer3DModel",),
+    toward=-1,
     stacks=(
         Stack(
             "transformer_blocks",
@@ -187,6 +189,7 @@ COSMOS_BLOCK: PerTokens = {
 }
 COSMOS = PatternBackbone(
     transformers=("CosmosTransformer3DModel",),
+    toward=0,
     stacks=(crossed("transformer_blocks", COSMOS_BLOCK, IMAGE_ROPE),),
     grid=GivenFrames(CLIP),
     layout_reads=("timestep",),

@@ -13,7 +13,9 @@ from shiva.evaluate.checkout import reproduce
 if TYPE_CHECKING:
     from shiva.bench.shapes import Shape
 
-Model = Annotated[str, typer.Option(help="sd3-medium, flux-dev, pixart-sigma, emoji, or a folder; random weights")]
+Model = Annotated[
+    str, typer.Option(help="sd3-medium, flux-dev, pixart-sigma, emoji, or a local folder; random weights")
+]
 Layers = Annotated[int | None, typer.Option(min=1, help="A slice of this many blocks; all of them otherwise")]
 Height = Annotated[int | None, typer.Option(min=1, help="Image height in pixels; the model's own otherwise")]
 Width = Annotated[int | None, typer.Option(min=1, help="Image width in pixels; the model's own otherwise")]

@@ -18,7 +18,7 @@ def evaluate(
     model: Annotated[str, typer.Argument(help="Folder or hub id of a diffusers pipeline")],
     methods: Annotated[str, typer.Option(help="A YAML file of candidates, or names: ToMeSD,ToMA:paper")],
     prompts: Annotated[Path | None, typer.Option(help="A .json, .csv, .tsv, .txt or .parquet prompt set")] = None,
-    protocol: Annotated[list[str] | None, typer.Option(help="main, matched, …, or all; may be repeated")] = None,
+    protocol: Annotated[list[str] | None, typer.Option(help="main, matched, floor, …, or all; repeatable")] = None,
     output: Output = None,
     record: Record = False,
     split: Annotated[str | None, typer.Option(help="Of the emoji set: train, validation or all")] = None,

@@ -39,7 +39,7 @@ def fit(
     rank: Annotated[int, typer.Option(min=1, help="Rank of each layer's map; 16 to 64 do alike")] = 32,
     degree: Annotated[int, typer.Option(min=0, max=3, help="Highest power of the noise level that it knows")] = 1,
     span: Annotated[int, typer.Option(min=1, help="Layers in a row that run on one choice of tokens; 1 to 4")] = 1,
-    stride: Annotated[int, typer.Option(min=1, help="Take every so manieth token; for large images")] = 1,
+    stride: Annotated[int, typer.Option(min=1, help="Fit on every n-th token only; for large images")] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Prompts a call")] = 4,
     probe: Annotated[
         bool, typer.Option("--probe", help="Fit the probe of Refresh instead, for runs of many steps")

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 def generate(
     model: Annotated[str, typer.Argument(help="Folder or hub id of a diffusers pipeline")],
     prompts: Annotated[list[str], typer.Argument(help="One or more prompts; for DiT, classes by number or name")],
-    checkpoint: Annotated[str | None, typer.Option(help="Folder or hub id of a trained checkpoint")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="Folder or hub id of a trained or fitted checkpoint")] = None,
     method: Annotated[str | None, typer.Option(help="A method by its name, e.g. ToMeSD; see docs/methods.md")] = None,
     preset: Annotated[
         str, typer.Option(help="The method's preset: official, paper, or one of its own, as SDTM's merge_only")
     ] = "official",
-    budget: Annotated[float | None, typer.Option(help="Mean share of tokens that Shiva keeps")] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Mean share of tokens computed, of methods that have one")
+    ] = None,
     override: Annotated[
         list[str] | None,
         typer.Option("--set", help="Any option of the method, for example --set ratio=0.5. May be repeated."),
@@ -97,5 +99,5 @@ def choose(
     options = {**options, **({} if budget is None else {"budget": budget})}
     if checkpoint is None and method is None and options:
         given = f"--budget {budget}" if budget is not None else f"--set {next(iter(options))}"
-        raise ValueError(f"{given} needs something to keep it: --checkpoint, or --method Shiva")
+        raise ValueError(f"{given} needs something to keep it: --checkpoint FOLDER, or --method Sweep")
     return Candidate(method=method, checkpoint=checkpoint, preset=preset, options=options)

@@ -141,9 +141,9 @@ def report(
 
 def serve(
     model: Annotated[
-        str | None, typer.Argument(help="Folder or hub id of a diffusers pipeline; the embedded model otherwise")
+        str | None, typer.Argument(help="Folder or hub id of a diffusers pipeline; the embedded turbo otherwise")
     ] = None,
-    checkpoint: Annotated[str | None, typer.Option(help="Folder or hub id of a trained checkpoint for it")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="Folder or hub id of a checkpoint for it")] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale; the embedded model's own otherwise")] = None,
     device: Device = "cpu",
     dtype: Dtype = "float32",

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,6 +129,8 @@ class StepContext:
     """The batch is [first half, second half] of classifier-free guidance over the same latents."""
     conditional_half: int = 1
     """Which of the two is the prompt's own, 0 or 1."""
+    toward: Literal[1, 0, -1] = 1
+    """What the prediction is: 1, noise - clean; -1, clean - noise; 0, nothing of a flow."""
     branch: int = 0
     """Which of a step's calls this is, where guidance makes several: 0, 1, ..."""
     sigma: Tensor | None = None
@@ -168,6 +170,15 @@ class StepContext:
     @property
     def tokens(self) -> int:
         return self.layout.tokens
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether no step comes after this one."""
+        return self.steps is not None and self.step >= self.steps - 1
+
+    def of_run(self, otherwise: int) -> tuple[int, int]:
+        """Which of the run's own steps this is, and their number: `otherwise`, where no scheduler tells."""
+        return self.step - self.first, otherwise if self.steps is None else self.steps - self.first
 
     def reruns(self, site: str) -> bool:
         """Whether a site, by name, is run again in the same call, as gradient checkpointing does on the way back."""

@@ -89,11 +89,18 @@ def _windows(shape: tuple[int, int, int], cell: tuple[int, int]) -> tuple[Tensor
 # -- a prediction, token by token: pictures (B, C, H, W), clips (B, C, F, H, W) or tokens (B, N, C) --------------
 
 
+def given_frames(clip: Tensor, layout: Layout) -> int:
+    """How many frames of a clip (B, C, F, H, W) precede those that are the image's own."""
+    given = layout.before // (layout.rows * layout.columns)
+    return clip.shape[2] * given // (given + layout.frames)
+
+
 def to_tokens(prediction: Tensor, layout: Layout) -> Tensor:
     """A prediction as (B, N, features): what a token's patch holds, references left out."""
     if prediction.ndim == 3:
         return prediction[:, layout.before : layout.before + layout.tokens]
     clip = prediction[:, :, None] if prediction.ndim == 4 else prediction  # (B, C, F, H, W)
+    clip = clip[:, :, given_frames(clip, layout) :]
     batch, channels, *sizes = clip.shape
     counts = layout.shape
     cut = [part for size, count in zip(sizes, counts, strict=True) for part in (count, size // count)]
@@ -106,17 +113,21 @@ def to_prediction(tokens: Tensor, like: Tensor, layout: Layout) -> Tensor:
     if like.ndim == 3:
         after = like[:, layout.before + layout.tokens :]
         return torch.cat([like[:, : layout.before], tokens, after], dim=1) if layout.reference else tokens
-    sizes = like.shape[2:] if like.ndim == 5 else (1, *like.shape[2:])
-    patch = [size // count for size, count in zip(sizes, layout.shape, strict=True)]
+    clip = like[:, :, None] if like.ndim == 4 else like  # (B, C, F, H, W)
+    given, own = clip.tensor_split([given_frames(clip, layout)], dim=2)
+    patch = [size // count for size, count in zip(own.shape[2:], layout.shape, strict=True)]
     cut = tokens.view(tokens.shape[0], *layout.shape, like.shape[1], *patch)  # (B, f, h, w, C, pf, ph, pw)
-    return cut.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(like.shape)
+    made = cut.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(own.shape)
+    return torch.cat([given, made], dim=2).view(like.shape) if given.shape[2] else made.view(like.shape)
 
 
 def token_mask(mask: Tensor, like: Tensor, layout: Layout) -> Tensor:
     """A mask (B, N) over tokens as one over a prediction; its references count as masked."""
     if like.ndim == 3:
         return F.pad(mask, (layout.before, layout.after), value=True)[..., None]
+    clip = like[:, :, None] if like.ndim == 4 else like  # (B, C, F, H, W)
+    given = given_frames(clip, layout)
     grid = mask.view(mask.shape[0], 1, *layout.shape).float()
-    sizes = like.shape[2:] if like.ndim == 5 else (1, *like.shape[2:])
-    spread = F.interpolate(grid, size=sizes, mode="nearest") > 0
+    spread = F.interpolate(grid, size=(clip.shape[2] - given, *clip.shape[3:]), mode="nearest") > 0
+    spread = F.pad(spread, (0, 0, 0, 0, given, 0), value=True)
     return spread if like.ndim == 5 else spread[:, :, 0]

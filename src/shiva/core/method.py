@@ -135,6 +135,10 @@ class Method(nn.Module):
         reduction = self.reduction(x, site, ctx)
         return run(x, None) if reduction is None else run_reduced(run, reduction, x, base, ctx)
 
+    def sees_all(self, ctx: StepContext) -> bool:
+        """Whether, in this run, tokens that are computed attend to all others."""
+        return self.whole_keys
+
     def selects(self, site: Place) -> bool:
         """Whether the method acts at this site at all; asked again at the start of every run."""
         return site.kind in self.sites

@@ -55,6 +55,11 @@ def scatter(values: Tensor, base: Tensor, rows: Tensor) -> Tensor:
     return base.to(values.dtype).flatten(0, 1).index_copy(0, rows, values.flatten(0, 1)).view(base.shape)
 
 
+def overwrite(full: Tensor, values: Tensor, rows: Tensor) -> Tensor:
+    """`scatter` into a tensor (B, N, D) that nobody else has."""
+    return full.to(values.dtype).flatten(0, 1).index_copy_(0, rows, values.flatten(0, 1)).view(full.shape)
+
+
 def select(indices: Tensor, tokens: int) -> Reduction:
     """Keep the tokens at indices (B, K); the others keep their base value."""
     rows = flat_rows(indices, tokens)

@@ -119,7 +119,8 @@ class Evaluation:
     def means(self, run: Run, name: str, seeds: Sequence[int]) -> dict[str, float]:
         """Every metric, as the mean over seeds."""
         every = [self.scores(run, name, seed) for seed in seeds]
-        return {metric: sum(scores[metric].value for scores in every) / len(every) for metric in every[0]}
+        measured = [name for name in every[0] if all(name in scores for scores in every)]
+        return {name: sum(scores[name].value for scores in every) / len(every) for name in measured}
 
     # -- costs ---------------------------------------------------------------------------------------
 

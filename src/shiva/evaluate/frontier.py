@@ -226,7 +226,7 @@ def table_of(evaluation: Evaluation, points: Sequence[Point], absent: Mapping[st
             "memory": f"{point.memory:.2f}x",
             "to dense, dB": "" if point.kind == "dense" else f"{point.to_dense:.2f}",
             "to converged, dB": f"{point.to_converged:.2f}",
-            **{metric.title: f"{point.quality[metric.name]:.4g}" for metric in quality},
+            **{m.title: f"{point.quality[m.name]:.4g}" if m.name in point.quality else "" for m in quality},
         }
         for point in sorted(points, key=lambda p: -p.cost)
     ]

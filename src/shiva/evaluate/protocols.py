@@ -135,7 +135,8 @@ def beside_rivals(evaluation: Evaluation, shown: Comparison) -> Comparison:
     run.candidates |= rivals
     names = evaluation.complete(run, list(rivals), shown.seeds)
     absent = {name: run.skipped[name] for name in rivals if name not in names}
-    return dataclasses.replace(shown, names=[*shown.names, *names], absent={**shown.absent, **absent})
+    every = list(dict.fromkeys([*shown.names, *names]))
+    return dataclasses.replace(shown, names=every, absent={**shown.absent, **absent})
 
 
 def floor(evaluation: Evaluation) -> Found | None:

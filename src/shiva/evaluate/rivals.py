@@ -15,9 +15,8 @@ from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteSchedul
 from diffusers.hooks.hooks import StateManager
 from torch import Tensor, nn
 
-from shiva.backbones.base import Site, backbone_of
+from shiva.backbones.base import Site, backbone_of, bind, parameter_names
 from shiva.compat import INNER_CACHES, REFUSED_HOOKS, announce, hooks_changed
-from shiva.core.layout import Layout
 from shiva.core.needs import need
 from shiva.core.options import REFUSALS
 
@@ -184,34 +183,41 @@ def block_cache(pipe: Any, threshold: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def magnitude_ratios(transformer: Any) -> Iterator[list[float]]:
+def magnitude_ratios(transformer: Any, steps: int) -> Iterator[list[float]]:
     """Fill a list with MagCache's ratios of the dense run inside: |update of all blocks| over the last step's.
 
-    One number a call, the mean over tokens; the first is 1, as in MagCache's own calibration.
+    One number a step, the mean over tokens; the first is 1, as in MagCache's own calibration. Where guidance makes
+    several calls a step, each is held against its own of the step before, and the first ones count: MagCache looks
+    them up by the step for all.
     """
-    blocks: list[Site] = [site for site in backbone_of(transformer).sites(transformer) if site.kind == "block"]
+    backbone, names = backbone_of(transformer), parameter_names(transformer)
+    blocks: list[Site] = [site for site in backbone.sites(transformer) if site.kind == "block"]
     first, last = blocks[0], blocks[-1]
     ratios: list[float] = []
-    seen: dict[str, Tensor] = {}
+    sizes: list[Tensor] = []
+    seen: dict[str, Any] = {}
+
+    def place(module: Any, args: Any, kwargs: Any) -> None:
+        seen["layout"] = backbone.layout(transformer, bind(names, args, kwargs))
 
     def enter(module: Any, args: Any, kwargs: Any) -> None:
-        seen["input"] = first.bind(args, kwargs)[first.image]
+        seen["input"] = first.split(first.bind(args, kwargs)[first.image], seen["layout"])[0]
 
     def leave(module: Any, args: Any, output: Any) -> None:
-        tokens = seen["input"]
-        image = last.unpack(output, Layout(1, tokens.shape[1])).image
-        size = (image - tokens).float().norm(dim=-1)
-        before = seen.get("size")
-        ratios.append(1.0 if before is None else float((size / (before + 1e-8)).mean()))
-        seen["size"] = size
+        image = last.unpack(output, seen["layout"]).image
+        sizes.append((image - seen["input"]).float().norm(dim=-1))
 
     handles = [
+        transformer.register_forward_pre_hook(place, with_kwargs=True),
         first.module.register_forward_pre_hook(enter, with_kwargs=True),
         last.module.register_forward_hook(leave),
     ]
     try:
         with torch.no_grad():
             yield ratios
+        calls = max(1, len(sizes) // steps)
+        pairs = zip(sizes[calls::calls], sizes[::calls], strict=False)
+        ratios += [1.0, *(float((now / (before + 1e-8)).mean()) for now, before in pairs)]
     finally:
         for handle in handles:
             handle.remove()

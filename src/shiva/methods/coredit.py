@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -77,19 +77,27 @@ def covering(scores: Tensor, layout: Layout) -> Tensor:
     return scores + 4 * first
 
 
+@dataclass
+class CoReDiTStep:
+    indices: dict[int, Tensor] = field(default_factory=dict)  # layer -> (B, k)
+
+
 class CoReDiTMethod(Method):
     sites = frozenset({"attention"})
     requires = frozenset({"attention"})
+    new_step = CoReDiTStep
     config: CoReDiT
 
     def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
-        steps = self.config.steps if ctx.steps is None else ctx.steps - ctx.first
-        k = ctx.tokens - int(self.config.share(ctx.step - ctx.first, steps) * ctx.tokens)
+        k = ctx.tokens - int(self.config.share(*ctx.of_run(self.config.steps)) * ctx.tokens)
         if k >= x.shape[1]:
             return None
-        with ctx.phase("router"):
-            scores = unify_guidance(covering(-coherence(x, ctx.layout), ctx.layout), self.guidance, ctx)
-            indices = hard_topk(scores, k)
+        known: dict[int, Tensor] = ctx.now.indices
+        if not ctx.branch or self.guidance == "per-sample" or site.layer not in known:
+            with ctx.phase("router"):
+                scores = unify_guidance(covering(-coherence(x, ctx.layout), ctx.layout), self.guidance, ctx)
+                known[site.layer] = hard_topk(scores, k)
+        indices = known[site.layer]
         return filled(indices, x.shape[1], lambda updates: self.rebuilt(updates, indices, x, ctx))
 
     def rebuilt(self, updates: Tensor, indices: Tensor, x: Tensor, ctx: StepContext) -> Tensor:

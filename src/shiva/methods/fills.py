@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shiva.core.context import Earlier, StepContext
+from shiva.core.layout import Layout
 from shiva.core.method import BackboneSpec, MethodConfig, Place
 from shiva.core.options import Whole
 from shiva.core.reduction import Reduction, flat_rows, gather, select
@@ -173,7 +174,7 @@ class Fill:
         """Whether a layer's keys and values may be kept from step to step."""
         return False
 
-    def flops(self, counts: Sequence[float], tokens: int) -> float:
+    def flops(self, counts: Sequence[float], layout: Layout) -> float:
         """Its own FLOPs a sample at a step whose layers run on so many of the tokens."""
         return 0.0
 

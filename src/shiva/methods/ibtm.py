@@ -7,11 +7,10 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shiva.core.context import StepContext
-from shiva.core.layout import Layout
+from shiva.core.layout import Layout, to_tokens
 from shiva.core.method import BackboneSpec, Method, MethodConfig, Place
 from shiva.core.options import Count, Positive, Share, Whole
 from shiva.core.reduction import Reduction
@@ -90,12 +89,8 @@ def guidance_difference(first: Tensor, second: Tensor, layout: Layout, channels:
     Predictions are (B, C, H, W) or (B, C, F, H, W), of which only the latents' own channels count, or (B, N, C).
     """
     difference = (first.float() - second.float()).abs()
-    if difference.ndim == 3:
-        return difference.mean(dim=-1)[:, : layout.tokens]
-    planes = difference[:, :channels].mean(dim=1, keepdim=True)
-    if planes.ndim == 4:
-        return F.adaptive_avg_pool2d(planes, layout.shape[1:]).flatten(1)
-    return F.adaptive_avg_pool3d(planes, layout.shape).flatten(1)
+    own = difference if difference.ndim == 3 else difference[:, :channels]
+    return to_tokens(own, layout).mean(dim=-1)
 
 
 def nearest_destination(destinations: Tensor, sources: Tensor, columns: int, jitter: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,9 +156,9 @@ class IBTMMethod(Method):
 
     def begin_step(self, ctx: StepContext) -> None:
         """Draw the step's destinations by the map that the step before left; its second branch takes the first's."""
-        steps = ctx.steps or self.config.steps
+        step, steps = ctx.of_run(self.config.steps)
         now: IBTMStep = ctx.now
-        now.combine = "mean" if ctx.step >= self.config.merge_from * steps else "prune"
+        now.combine = "mean" if step >= self.config.merge_from * steps else "prune"
         if ctx.branch or not self.config.removed(ctx.tokens):
             return
         generator = seeded(self.config.seed, ctx.step)

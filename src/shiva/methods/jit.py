@@ -67,12 +67,12 @@ class JiTStep:
 
 class JiTMethod(Method):
     sites = frozenset({"model"})
+    holds = True
     new_step = JiTStep
     config: JiT
 
     def plan(self, ctx: StepContext, timesteps: list[float] | None) -> tuple[int, ...]:
-        steps = ctx.steps - ctx.first if ctx.steps is not None else self.config.steps
-        keep = self.config.keep(ctx.step - ctx.first, steps)
+        keep = self.config.keep(*ctx.of_run(self.config.steps))
         return (max(1, math.ceil(keep * ctx.tokens)),) * self.spec.layers
 
     def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
@@ -88,9 +88,9 @@ class JiTMethod(Method):
         anchors: Tensor | None = ctx.now.anchors
         if anchors is None or ctx.latents is None:
             return None
-        layout, sigma = ctx.layout, ctx.timestep / 1000
+        layout, sigma = ctx.layout, ctx.toward * ctx.timestep / 1000
         found = to_tokens(output, layout)
-        flows = ctx.latents.shape == output.shape and sigma > 0
+        flows = ctx.latents.shape == output.shape and sigma != 0
         noisy = to_tokens(ctx.latents, layout).to(found.dtype) if flows else found
         clean = noisy - sigma * found if flows else found
         everywhere = lifted(clean, anchors, layout.shape, self.config.spread)

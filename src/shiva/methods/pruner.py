@@ -158,6 +158,9 @@ class Pruner(Method):
             return True
         return site.kind == "block" or (site.kind == "keys" and self.keeps_keys(site.layer))
 
+    def sees_all(self, ctx: StepContext) -> bool:
+        return self.whole_keys and (self.fresh_keys or self.fill.in_this(ctx).caches)
+
     def keeps_keys(self, layer: int) -> bool:
         return self.whole_keys and self.fill.keeps_keys(layer)
 
@@ -181,13 +184,14 @@ class Pruner(Method):
                 ctx.now.drawn = self.score.draw(ctx.layout, ctx.step, self.spec.layers)
         if self.config.cover and ctx.now.cover is None:
             turn = ctx.explore.step + ctx.explore.index if self.training else ctx.step
-            ctx.now.cover = Lattice(self.config.span).draw(ctx.layout, turn, self.spec.layers)
+            drawn = Lattice(self.config.span).draw(ctx.layout, turn, self.spec.layers)
+            ctx.now.cover = drawn if ctx.latents is None else drawn.to(ctx.latents.device)
 
     def end_step(self, output: Tensor, ctx: StepContext) -> None:
         self.score.observe(output, ctx)
 
     def own_flops(self, ctx: StepContext, counts: Sequence[float]) -> float:
-        return self.fill.flops([counts[first] for first in {span.start for span in self.spans.values()}], ctx.tokens)
+        return self.fill.flops([counts[first] for first in {span.start for span in self.spans.values()}], ctx.layout)
 
     # -- which ---------------------------------------------------------------------------------------
 
@@ -219,7 +223,8 @@ class Pruner(Method):
         alone = not (self.age_weight or self.config.cover or ctx.trace is not None or torch.compiler.is_compiling())
         if ctx.latents is None:  # a step that is recorded outside a call
             return False
-        return alone and self.spec.layers * ctx.latents.shape[0] * ctx.tokens <= KEPT_TOKENS
+        choices = {(self.score.turn(ctx.step, layer), k) for layer, k in enumerate(ctx.counts)}
+        return alone and len(choices) * ctx.latents.shape[0] * ctx.tokens <= KEPT_TOKENS
 
     @torch.inference_mode(False)
     def settle(self, ctx: StepContext) -> list[Tensor]:
@@ -235,7 +240,7 @@ class Pruner(Method):
                 indices = hard_topk(drawn[layer][None], k).to(device).repeat(batch, 1)
             known[key] = indices
             settled.append(indices)
-        for oldest in list(known)[: len(known) - KEPT_TOKENS // (batch * ctx.tokens)]:
+        for oldest in list(known)[: max(0, len(known) - KEPT_TOKENS // (batch * ctx.tokens))]:
             del known[oldest]
         return settled
 
@@ -263,7 +268,9 @@ class Pruner(Method):
         if ctx.counts[site.layer] >= x.shape[1] or not self.fill.ready(x, site, ctx):
             return None
         reduction = self.fill(self.indices(x, site, ctx), x, site, ctx)
-        return replace(reduction, whole_keys=self.whole_keys and self.fill.in_this(ctx).keeps_keys(site.layer))
+        if not (self.whole_keys and self.fill.in_this(ctx).keeps_keys(site.layer)):
+            return reduction
+        return replace(reduction, whole_keys=True)
 
     def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         if self.fresh_keys and site.kind != "block":

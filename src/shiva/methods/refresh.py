@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shiva.core.context import StepContext
 from shiva.core.layout import to_tokens, token_mask
-from shiva.core.method import BackboneSpec, GuidancePolicy, Method, Place, Run, Trainable, unify_guidance
+from shiva.core.method import BackboneSpec, Method, Place, Run, Trainable, unify_guidance
 from shiva.core.options import Count, NotNegative, Ratio, Whole
 from shiva.core.reduction import Reduction, Streams, select
 from shiva.methods.counts import CountOptions, Table
@@ -39,7 +39,7 @@ class RefreshOptions(CountOptions):
     """Bonus of each step a token has waited, in deviations of the scores."""
     attends: Literal["selected", "all"] = "all"
     """What the tokens that run attend to: all, by the keys and values that the others last had, or one another."""
-    guidance: GuidancePolicy = "max"
+    guidance: Literal["max", "shared"] = "max"
     """How the two guidance halves agree on tokens: the elementwise maximum of their scores, or shared."""
     cache_dtype: Literal["same", "bfloat16", "float16"] = "same"
     """Precision of what is held."""
@@ -57,14 +57,15 @@ class RefreshRun:
 
 @dataclass
 class RefreshStep:
-    chosen: dict[int, Tensor] = field(default_factory=dict)  # branch -> (B, k); none where all tokens run
-    indices: Tensor | None = None  # (B, k), of the call at work
+    chosen: Tensor | None = None  # (B, k), by a step's first call for all of them
+    indices: Tensor | None = None  # (B, k), of the call at work; None where all tokens run
 
 
 class Refresher(Method):
     """One choice a step, for all blocks from `leading` on. A subclass ranks, and says what is held."""
 
     sites = frozenset({"model", "keys"})
+    holds = True
     config: RefreshOptions
     new_run, new_step = RefreshRun, RefreshStep
 
@@ -119,15 +120,15 @@ class Refresher(Method):
         if self.idle:
             return None
         if k >= x.shape[1] or not self.ready(x, ctx):
+            now.indices = None
             if not ctx.branch:
                 run.ages = x.new_zeros(x.shape[:2], dtype=torch.float32)
             return self.refresh(x, ctx)
-        first = ctx.branch if self.guidance == "per-sample" else 0
-        if first not in now.chosen:
+        if now.chosen is None:
             with torch.no_grad():
-                now.chosen[first] = self.choose(x, k, ctx)
-        now.indices = now.chosen[first]
-        return self.hold(now.indices, x, ctx)
+                now.chosen = self.choose(x, k, ctx)
+        now.indices = now.chosen
+        return self.hold(now.chosen, x, ctx)
 
     def choose(self, x: Tensor, k: int, ctx: StepContext) -> Tensor:
         run = ctx.run
@@ -252,7 +253,7 @@ class RAS(RefreshOptions):
     """Every so many steps all tokens run again: the release has steps 12 and 20 of 28."""
     starvation: NotNegative = 0.1
     """How much each step of waiting raises a token's score, as a power of e."""
-    guidance: GuidancePolicy = "shared"
+    guidance: Literal["max", "shared"] = "shared"
 
     presets: ClassVar = {"paper": {}}
 

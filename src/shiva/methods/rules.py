@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
@@ -83,8 +83,8 @@ class Ranked(PrunerOptions, CountOptions):
 class Lattice(PrunerOptions, CountOptions):
     """Lattice: tokens in a Bayer order that turns over layers and steps; the others get a regression and neighbours.
 
-    It suits runs of few steps, whose caches are stale and of which none can be spared. `shiva fit` solves the
-    regressions in minutes. This library's own; see docs/methods.md.
+    It suits runs of few steps, whose cached updates are stale. `shiva fit` solves the regressions in minutes. This
+    library's own; see docs/methods.md.
     """
 
     fill: FillName = "shortcut"
@@ -138,7 +138,7 @@ class DiffSparseMethod(RuledPruner, Trainable):
         return self.count.schedule.state()
 
     def load_tables(self, tables: dict[str, Tensor]) -> None:
-        self.count.set(RatioSchedule.from_state(tables))
+        self.count.set(replace(RatioSchedule.from_state(tables), dense=frozenset(self.config.dense)))
 
     def groups(self) -> dict[str, list[nn.Parameter]]:
         return {}

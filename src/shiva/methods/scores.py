@@ -126,7 +126,13 @@ class Update(Score):
 
     def __call__(self, x: Tensor, site: Place, ctx: StepContext) -> Tensor:
         run: FillRun = ctx.run
-        return run.updates[key_of(site, ctx)].float().norm(dim=-1)
+        known = run.updates.get(key_of(site, ctx))
+        if known is None:
+            raise ValueError(
+                f"layer {site.layer} ranks tokens by their last updates, and none are kept; pass fill='cached' and "
+                "cache_layers=None, and run 4 steps or more where fill='auto'"
+            )
+        return known.float().norm(dim=-1)
 
 
 class Departure(Score):
@@ -232,7 +238,7 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @functools.lru_cache(maxsize=64)
-def lattice_ranks(shape: Shape, device: torch.device | None = None) -> Tensor:
+def lattice_ranks(shape: Shape) -> Tensor:
     """Place of every token in the Bayer order of the grid: (N,), a permutation of 0 to N - 1.
 
     A token's lowest coordinate bits are its rank's highest digits: which corner of the 2x2x2 cell it is, then which
@@ -247,7 +253,7 @@ def lattice_ranks(shape: Shape, device: torch.device | None = None) -> Tensor:
         order = order * 8 + 4 * (f ^ r ^ c) + 2 * (f ^ r) + f
     ranks = torch.empty(order.numel(), dtype=torch.long)
     ranks[order.flatten().argsort()] = torch.arange(order.numel())
-    return ranks.to(device)
+    return ranks
 
 
 def turned(ranks: Tensor, turns: float) -> Tensor:
@@ -257,7 +263,7 @@ def turned(ranks: Tensor, turns: float) -> Tensor:
     return 1 - moved.float() / tokens
 
 
-def lattice_scores(shape: Shape, step: int, layer: int, device: torch.device | None = None) -> Tensor:
+def lattice_scores(shape: Shape, step: int, layer: int) -> Tensor:
     """Scores (N,) of the grid's tokens at a layer of a step, all different; the higher is computed first.
 
     The ranks are turned by the golden ratio, not the pattern moved over the grid: turned, a token waits at most 4, 2
@@ -268,7 +274,13 @@ def lattice_scores(shape: Shape, step: int, layer: int, device: torch.device | N
     A step counts as much as a layer, so that one layer waits no longer over the steps than a step over the layers.
     Make the scores before a step begins: a compiler would make a graph for every step and layer.
     """
-    return turned(lattice_ranks(shape, device), GOLDEN * (layer + step))
+    return lattice_turn(shape, layer + step)
+
+
+@functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def lattice_turn(shape: Shape, turns: int) -> Tensor:
+    return turned(lattice_ranks(shape), GOLDEN * turns)
 
 
 def cover_bonus(scores: Tensor, lattice: Tensor, weight: float) -> Tensor:

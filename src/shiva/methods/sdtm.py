@@ -163,12 +163,12 @@ class SDTMMethod(Method):
 
     def begin_step(self, ctx: StepContext) -> None:
         config = self.config
-        steps = ctx.steps or config.steps
-        share, structure = config.share(ctx.step, steps), config.is_structure(ctx.step, steps)
+        step, steps = ctx.of_run(config.steps)
+        share, structure = config.share(step, steps), config.is_structure(step, steps)
         now: SDTMStep = ctx.now
         now.structure = structure
         now.merged = (config.merged_windows if structure else config.merged_tokens)(share, ctx.tokens)
-        now.protected = config.protect_every is not None and ctx.step % config.protect_every == 0
+        now.protected = config.protect_every is not None and step % config.protect_every == 0
         if now.merged:
             generator = seeded(config.seed, ctx.step) if config.random else None
             now.cells = cells = windows(ctx.layout)

@@ -21,7 +21,7 @@ from shiva.methods.routed import RoutedOptions, RoutedPruner
 from shiva.methods.scores import full_precision
 from shiva.ops.networks import POLICIES, BudgetController, perturb
 from shiva.ops.schedule import RatioSchedule
-from shiva.ops.topk import input_gated, output_gated, select_tokens, token_count
+from shiva.ops.topk import hard_topk, input_gated, output_gated, select_tokens, token_count
 
 
 @dataclass(frozen=True)
@@ -185,11 +185,11 @@ class ShivaMethod(RoutedPruner):
     def training_reduction(self, x: Tensor, age: Tensor, site: Place, ctx: StepContext) -> Reduction:
         explore, layer, now, span = ctx.explore, site.layer, ctx.now, ctx.now.spans[site.layer]
         scores = perturb(self.training_scores(x, age, site, ctx), explore.score_noise)
+        if ctx.teacher is None and not torch.is_grad_enabled():  # a rollout, from which nothing learns
+            return self.fill.trained(hard_topk(scores, ctx.counts[layer]), x, age, layer, ctx)
         with ctx.phase("sort"):
             budget = now.ratios[span.start : span.stop].mean() * ctx.tokens
             selection = select_tokens(scores, ctx.counts[layer], budget, explore.tau_rank, explore.tau_sel)
-        if ctx.teacher is None and not torch.is_grad_enabled():  # a rollout, from which nothing learns
-            return self.fill.trained(selection.indices, x, age, layer, ctx)
         fill = self.fill.from_selected(selection.indices, x, age, layer, ctx)
         if self.config.estimator == "input":
             return input_gated(selection, x.shape[1], fill)

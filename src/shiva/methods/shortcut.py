@@ -15,6 +15,7 @@ what computed neighbours tell: pictures get less grain. It keeps one tensor. Wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shiva.core.context import StepContext
+from shiva.core.layout import Layout
 from shiva.core.method import BackboneSpec, Place
 from shiva.core.options import Count, Positive, Share, Whole
 from shiva.core.reduction import Reduction
@@ -39,6 +41,7 @@ from shiva.ops.shortcut import (
     Shortcut,
     fill_updates,
     places_of,
+    reach,
     shortcut_fill,
     shortcut_flops,
 )
@@ -103,7 +106,7 @@ class ShortcutFill(Fill):
     def recalling(self, x: Tensor, layer: int, ctx: StepContext) -> Estimate:
         """The estimate of tokens x (B, N, D) at a layer, before any neighbour is asked."""
         lin, config = self.lin(layer, ctx), self.config
-        if not (self.recalls or self.steadies):
+        if not (self.recalls or self.ends(layer, ctx)):
             return lin
         run: FillRun = ctx.run
         missed = same_tokens(run.missed.get((layer, ctx.branch)), x)
@@ -131,6 +134,8 @@ class ShortcutFill(Fill):
 
     def refresh(self, out: Tensor, base: Tensor, site: Place, ctx: StepContext) -> None:
         super().refresh(out, base, site, ctx)
+        if ctx.ends_run:
+            return
         run, span = ctx.run, ctx.now.spans[site.layer]
         if self.recalls and site.layer == span.start:
             run.begun[ctx.branch] = base
@@ -148,7 +153,7 @@ class ShortcutFill(Fill):
         config = self.config
         estimate, places = self.recalling(x, site.layer, ctx), self.places(indices, ctx)
         made = shortcut_fill(indices, x, estimate, ctx.layout.shape, config.spread, config.parts, places)
-        return self.noting(made, estimate, site.layer, ctx)
+        return made if ctx.ends_run else self.noting(made, estimate, site.layer, ctx)
 
     def from_selected(self, indices: Tensor, x: Tensor, age: Tensor, layer: int, ctx: StepContext) -> FillFrom | None:
         return self.told_by(indices, x, self.recalling(x, layer, ctx), ctx)
@@ -163,10 +168,11 @@ class ShortcutFill(Fill):
         made = filled(indices, x.shape[1], self.told_by(indices, x, estimate, ctx))
         return self.noting(made, estimate, layer, ctx)
 
-    def flops(self, counts: Sequence[float], tokens: int) -> float:
-        _, _, width, rank = self.weights.down.shape
+    def flops(self, counts: Sequence[float], layout: Layout) -> float:
+        (_, _, width, rank), parts, tokens = self.weights.down.shape, self.config.parts, layout.tokens
+        around = math.prod(2 * far + 1 for far in reach(layout.shape)) if parts in ("neighbours", "both") else 0
         reduced = (count for count in counts if count < tokens)
-        return sum(shortcut_flops(tokens, count, width, rank) for count in reduced)
+        return sum(shortcut_flops(tokens, count, width, rank, around) for count in reduced)
 
 
 def same_tokens(kept: Tensor | None, x: Tensor) -> Tensor | None:

@@ -62,7 +62,8 @@ class ToCaRun:
     """Of each site and guidance branch: what it last gave, and how long tokens have waited."""
 
     updates: dict[Key, Tensor] = field(default_factory=dict)  # (B, N, D)
-    texts: dict[Key, Tensor | None] = field(default_factory=dict)  # (B, T, D)
+    others: dict[Key, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
+    """Text (B, T, D), and what is beside the image in its argument."""
     ages: dict[Key, Tensor] = field(default_factory=dict)  # (B, N)
 
 
@@ -92,11 +93,13 @@ class ToCaMethod(Method):
             out = run(x, None)
             if k < x.shape[1]:
                 kept.updates[key] = out.image.detach().clone()
-                kept.texts[key] = None if out.text is None else out.text.detach()
+                text, rest = (None if part is None else part.detach() for part in (out.text, out.rest))
+                kept.others[key] = text, rest
                 kept.ages[key] = x.new_zeros(x.shape[:2], dtype=torch.float32)
             return out
         if k == 0:
-            return Streams(known, kept.texts[key], ran=0)
+            text, rest = kept.others[key]
+            return Streams(known, text, rest, ran=0)
         indices = self.choose(known, k, site, ctx)
         reduction = cached_updates(indices, known)
         out = run(reduction.reduce(x), reduction)

@@ -196,7 +196,7 @@ class ToMAMethod(Method):
                 f"{tiles.height}x{tiles.width}, of which ratio={config.ratio} removes nothing; "
                 "pass a larger tile, or an image size whose sides in tokens it divides"
             )
-        ctx.now.merges = removed > 0 and ctx.step % config.every == 0
+        ctx.now.merges = removed > 0 and (ctx.step - ctx.first) % config.every == 0
         for key, made in list(run.destinations.made_at.items()):
             if ctx.step - made >= config.select_every:
                 run.destinations.drop(key)

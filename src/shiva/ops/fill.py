@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shiva.core.layout import Layout
-from shiva.core.reduction import Reduction, flat_rows, gather, scatter
+from shiva.core.reduction import Reduction, flat_rows, gather, overwrite
 
 # -- near ------------------------------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ def filled(indices: Tensor, tokens: int, fill: FillFrom) -> Reduction:
     rows = flat_rows(indices, tokens)
 
     def restore(values: Tensor, base: Tensor) -> Tensor:
-        return scatter(values, base + fill(values - gather(base, rows)), rows)
+        return overwrite(base + fill(values - gather(base, rows)), values, rows)
 
     return Reduction(lambda x: gather(x, rows), restore, indices)
 
@@ -83,7 +83,7 @@ def cached_updates(indices: Tensor, cache: Tensor) -> Reduction:
     def restore(values: Tensor, base: Tensor) -> Tensor:
         updates = (values - gather(base, rows)).detach()
         cache.flatten(0, 1).index_copy_(0, rows, updates.flatten(0, 1).to(cache.dtype))
-        return scatter(values, base + cache.to(base.dtype), rows)
+        return overwrite(base + cache.to(base.dtype), values, rows)
 
     return Reduction(lambda x: gather(x, rows), restore, indices)
 

@@ -13,15 +13,12 @@ One layer, fitted on some prompts and judged on others:
 from __future__ import annotations
 
 import functools
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from shiva.ops.shortcut import Factors, normed
-
-Self = TypeVar("Self", bound="NormalEquations")
 
 SLOPES, ONE, ALL = slice(None, -1), slice(-1, None), slice(None)
 """Of n = [LN(x), 1]: the first, the second, both."""
@@ -55,39 +52,17 @@ class NormalEquations:
         return round(float(self.gram[0, -1, -1]))
 
     @torch.no_grad()
-    def add(self, x: Tensor, updates: Tensor, sigma: Tensor | float, stride: int = 1) -> None:
-        """Tokens x (B, N, D) that got updates (B, N, D) at a noise level, or at one each (B,); every stride-th."""
-        if isinstance(sigma, Tensor) and sigma.ndim:
-            for sample, level in enumerate(sigma.tolist()):
-                self.add(x[sample : sample + 1], updates[sample : sample + 1], level, stride)
-            return
+    def add(self, x: Tensor, updates: Tensor, sigma: float, stride: int = 1) -> None:
+        """Tokens x (B, N, D) that got updates (B, N, D) at a noise level; every stride-th."""
         work = torch.promote_types(x.dtype, torch.float32)
         n = F.pad(normed(x[:, ::stride].flatten(0, 1).to(work)), (0, 1), value=1.0)  # (T, D + 1)
         updates = updates[:, ::stride].flatten(0, 1).to(work)
-        gram, cross, level = (n.T @ n).to(self.gram), (n.T @ updates).to(self.cross), float(sigma)
+        gram, cross = (n.T @ n).to(self.gram), (n.T @ updates).to(self.cross)
         for p, total in enumerate(self.gram):
-            total.add_(gram, alpha=level**p)
+            total.add_(gram, alpha=sigma**p)
         for p, total in enumerate(self.cross):
-            total.add_(cross, alpha=level**p)
+            total.add_(cross, alpha=sigma**p)
         self.power += updates.square().sum(dtype=self.power.dtype)
-
-    def merge(self: Self, other: NormalEquations) -> Self:
-        """Take in the sums of other tokens."""
-        for name, total in self.state().items():
-            total += other.state()[name].to(total)
-        return self
-
-    def state(self) -> dict[str, Tensor]:
-        return {"gram": self.gram, "cross": self.cross, "power": self.power}
-
-    @classmethod
-    def from_state(cls: type[Self], state: dict[str, Tensor]) -> Self:
-        """Go on from what `state` gave."""
-        terms, _, width = state["cross"].shape
-        made = cls(width, terms - 1, state["gram"].dtype, state["gram"].device)
-        for name, total in made.state().items():
-            total.copy_(state[name])
-        return made
 
     def blocks(self, rows: slice, columns: slice) -> Tensor:
         """The Gram matrix of all features, their G terms in turn, of some rows and columns of each block."""
@@ -126,18 +101,14 @@ class NormalEquations:
         """
         return self.with_bias(full.down[..., :rank].flatten(0, 1), full.up[:rank])
 
-    def r_squared(self, factors: Factors, centred: bool = False) -> float:
+    def r_squared(self, factors: Factors) -> float:
         """Share of the updates' power that a map, perhaps fit on other tokens, explains of those summed here.
 
-        The tokens are not needed: |Y - F M|^2 = |Y|^2 - 2 tr(M'F'Y) + tr(M'F'F M). `centred`, it is the share of
-        their variance, which a constant explains nothing of.
+        The tokens are not needed: |Y - F M|^2 = |Y|^2 - 2 tr(M'F'Y) + tr(M'F'F M).
         """
         columns = torch.cat([factors.down @ factors.up, factors.bias[:, None]], dim=1).to(self.cross).flatten(0, 1)
         error = self.power + (columns * (self.blocks(ALL, ALL) @ columns - 2 * self.cross.flatten(0, 1))).sum()
-        total = self.power
-        if centred:
-            total = total - self.cross[0, -1].square().sum() / self.gram[0, -1, -1]
-        return float(1 - error / total)
+        return float(1 - error / self.power)
 
     def offset_solver(self) -> Tensor:
         """(K'K)^-1; where all tokens had one noise level, its terms share the offset."""

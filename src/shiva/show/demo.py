@@ -96,6 +96,9 @@ def chosen_rows(methods: str | None, every: bool, steps: int | None) -> tuple[Pa
         except FileNotFoundError as error:
             left_out.append(f"{row.name}: {error}")
         else:
+            if row.candidate.cache is not None:
+                left_out.append(f"{row.name}: step caches are drawn by shiva eval and shiva frontier")
+                continue
             if row.model is None and steps is not None:
                 row = replace(row, steps=max(2, round(row.steps * steps / rows[0].steps)))
             found.append(replace(row, model=row.model or base))

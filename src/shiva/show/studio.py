@@ -6,14 +6,15 @@ import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shiva.api import attach
+from shiva.api import attach, default_for
+from shiva.backbones.base import backbone_of
 from shiva.checkpoint import ShivaCheckpoint
 from shiva.core.context import StepContext
 from shiva.core.cost import CostModel
@@ -55,6 +56,10 @@ class Way:
     @property
     def config(self) -> MethodConfig | None:
         return self.source.method_config if isinstance(self.source, ShivaCheckpoint) else self.source
+
+    def as_can(self, usual: Sweep) -> Way:
+        """The same, where it is a sweep with what this transformer can do of it."""
+        return Way(replace(self.source, attends=usual.attends)) if isinstance(self.source, Sweep) else self
 
     def options(self, budget: float) -> dict[str, Any]:
         if isinstance(self.config, ToMeSD):
@@ -180,13 +185,14 @@ class Studio:
     def __init__(
         self, pipe: Any, ways: Mapping[str, Way] | None = None, guidance: float = 4.0, **arguments: Any
     ) -> None:
-        self.ways = dict(ways or ways_for(""))
+        usual = default_for(backbone_of(pipe.transformer), pipe.transformer)
+        self.ways = {name: way.as_can(usual) for name, way in (ways or ways_for("")).items()}
         self.pipe, self.guidance, self.arguments = pipe, guidance, arguments
         self._lock = threading.Lock()
         self._warm: set[str] = set()
         self._dense: OrderedDict[tuple[str, int, int], Outcome] = OrderedDict()
         self._costs: dict[str, CostModel] = {}
-        with attach(pipe, Sweep(budget=0.6)) as session, session.trace() as trace:
+        with attach(pipe, usual) as session, session.trace() as trace:
             self._warm_up()
             self.spec, self.grid, self.cost = session.spec, trace.grid, session.cost_model()
 

@@ -124,7 +124,11 @@ class Trainer:
         now = moment(self.recipe.stages, self.step)
         if now is not None and now.step > 0:
             self.enter(now)
-            self.optimizer.load_state_dict(state.optimizer)
+            optimizer, scaler = dict(state.optimizer), self.accelerator.scaler
+            scale = optimizer.pop("scaler", None)
+            self.optimizer.load_state_dict(optimizer)
+            if scaler is not None and scale is not None:
+                scaler.load_state_dict(scale)
         self.log.say(f"continuing {self.newest} at step {self.step} of {self.recipe.steps}")
 
     def start_from(self, run: Path) -> None:
@@ -257,7 +261,10 @@ class Trainer:
     def save(self, now: Moment, loss: float) -> None:
         if self.main:
             method = {name: t.detach().cpu().contiguous() for name, t in self.method.state_dict().items()}
-            learned = (method, self.method.tables(), self.optimizer.state_dict(), self.adapter.weights())
+            scaler = self.accelerator.scaler
+            scale = {} if scaler is None else {"scaler": scaler.state_dict()}
+            optimizer = {**self.optimizer.state_dict(), **scale}
+            learned = (method, self.method.tables(), optimizer, self.adapter.weights())
             state = State(self.step, now.stage.name, self.recipe.to_dict(), *learned, loss)
             self.newest = states.save_state(self.output / "states", state, self.recipe.checkpoints.keep)
         self.accelerator.wait_for_everyone()
