@@ -29,7 +29,7 @@ nothing else.
 from diffusers import StableDiffusion3Pipeline
 
 pipe = StableDiffusion3Pipeline.from_pretrained("models/{model}")
-pipe("a slice of pizza"{call}).images[0]
+pipe("hamburger"{call}).images[0]
 ```
 
 `docs/emoji.md` says what the parts are, how they were made and what the scores mean.{links}
