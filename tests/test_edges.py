@@ -199,7 +199,7 @@ def test_step_ratios_are_one_a_step_where_guidance_takes_two_calls(tmp_path: Pat
     for name in ("flux2", "qwen"):
         tiny = REACH[name]
         pipe = tiny.load(tmp_path / name)
-        with magnitude_ratios(pipe.transformer, 4) as ratios:
+        with magnitude_ratios(pipe.transformer) as ratios:
             tiny.draw(pipe, steps=4)
         assert len(ratios) == 4
         assert ratios[0] == 1.0

@@ -65,7 +65,7 @@ def test_a_rival_changes_the_images_and_leaves_the_pipeline_as_it_was(
         return run.draw(pipe, 0, [0], output_type="latent")
 
     dense = image()
-    with magnitude_ratios(pipe.transformer, 6) as ratios:
+    with magnitude_ratios(pipe.transformer) as ratios:
         image()
     with rival.attached(target, lambda: ratios):
         first, again = image(), image()

@@ -102,7 +102,7 @@ def test_a_whole_step_cache_around_a_session_is_priced_and_leaves_nothing_behind
 
     tiny = PIPELINES["sd3"]
     pipe = tiny.load(tmp_path)
-    with magnitude_ratios(pipe.transformer, 6) as ratios:
+    with magnitude_ratios(pipe.transformer) as ratios:
         dense = tiny.image(pipe, steps=6)
     assert len(ratios) == 6
     assert ratios[0] == 1.0

@@ -292,6 +292,6 @@ class Stepper:
             raise RuntimeError("the session is detached; ask for its cost or summary before detach()")
         first, steps = self._tracker.run.first, self._tracker.steps
         shapes = StepContext(layout=self._priced, timestep=0.0, first=first, steps=steps, frozen=frozen)
-        whole = self.method.sees_all(shapes)
+        whole = self.method._sees_all(shapes)
         keys = Keys(self.hooks.key_sites() if whole or frozen else [], whole, self.method.fresh_keys)
         return price(self.transformer, self._example, sites, shapes, keys, self.hooks.probed())

@@ -135,7 +135,7 @@ class Method(nn.Module):
         reduction = self.reduction(x, site, ctx)
         return run(x, None) if reduction is None else run_reduced(run, reduction, x, base, ctx)
 
-    def sees_all(self, ctx: StepContext) -> bool:
+    def _sees_all(self, ctx: StepContext) -> bool:
         """Whether, in this run, tokens that are computed attend to all others."""
         return self.whole_keys
 

@@ -205,7 +205,7 @@ class Run:
         """MagCache's ratios at a candidate's steps, measured once on noise that no image begins with."""
         steps, pipe = self.steps(candidate), self.pipe()
         if (steps, candidate.solver) not in self._ratios:
-            with magnitude_ratios(pipe.transformer, steps) as ratios:
+            with magnitude_ratios(pipe.transformer) as ratios:
                 self.draw(pipe, CALIBRATION, [0], steps, output_type="latent")
             self._ratios[steps, candidate.solver] = ratios
         return self._ratios[steps, candidate.solver]

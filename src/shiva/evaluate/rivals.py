@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from diffusers.hooks.hooks import StateManager
-from torch import Tensor, nn
+from torch import nn
 
 from shiva.backbones.base import Site, backbone_of, bind, parameter_names
 from shiva.compat import INNER_CACHES, REFUSED_HOOKS, announce, hooks_changed
@@ -183,29 +183,34 @@ def block_cache(pipe: Any, threshold: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def magnitude_ratios(transformer: Any, steps: int) -> Iterator[list[float]]:
+def magnitude_ratios(transformer: Any) -> Iterator[list[float]]:
     """Fill a list with MagCache's ratios of the dense run inside: |update of all blocks| over the last step's.
 
     One number a step, the mean over tokens; the first is 1, as in MagCache's own calibration. Where guidance makes
-    several calls a step, each is held against its own of the step before, and the first ones count: MagCache looks
-    them up by the step for all.
+    several calls a step, the first ones count: MagCache looks them up by the step for all.
     """
     backbone, names = backbone_of(transformer), parameter_names(transformer)
     blocks: list[Site] = [site for site in backbone.sites(transformer) if site.kind == "block"]
     first, last = blocks[0], blocks[-1]
     ratios: list[float] = []
-    sizes: list[Tensor] = []
     seen: dict[str, Any] = {}
 
     def place(module: Any, args: Any, kwargs: Any) -> None:
-        seen["layout"] = backbone.layout(transformer, bind(names, args, kwargs))
+        call = bind(names, args, kwargs)
+        timestep = float(backbone.timestep(call).max())
+        seen["again"] = timestep == seen.get("timestep")
+        seen.update(layout=backbone.layout(transformer, call), timestep=timestep)
 
     def enter(module: Any, args: Any, kwargs: Any) -> None:
         seen["input"] = first.split(first.bind(args, kwargs)[first.image], seen["layout"])[0]
 
     def leave(module: Any, args: Any, output: Any) -> None:
-        image = last.unpack(output, seen["layout"]).image
-        sizes.append((image - seen["input"]).float().norm(dim=-1))
+        if seen["again"]:
+            return
+        size = (last.unpack(output, seen["layout"]).image - seen["input"]).float().norm(dim=-1)
+        before = seen.get("size")
+        ratios.append(1.0 if before is None else float((size / (before + 1e-8)).mean()))
+        seen["size"] = size
 
     handles = [
         transformer.register_forward_pre_hook(place, with_kwargs=True),
@@ -215,9 +220,6 @@ def magnitude_ratios(transformer: Any, steps: int) -> Iterator[list[float]]:
     try:
         with torch.no_grad():
             yield ratios
-        calls = max(1, len(sizes) // steps)
-        pairs = zip(sizes[calls::calls], sizes[::calls], strict=False)
-        ratios += [1.0, *(float((now / (before + 1e-8)).mean()) for now, before in pairs)]
     finally:
         for handle in handles:
             handle.remove()

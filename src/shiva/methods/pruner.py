@@ -158,7 +158,7 @@ class Pruner(Method):
             return True
         return site.kind == "block" or (site.kind == "keys" and self.keeps_keys(site.layer))
 
-    def sees_all(self, ctx: StepContext) -> bool:
+    def _sees_all(self, ctx: StepContext) -> bool:
         return self.whole_keys and (self.fresh_keys or self.fill.in_this(ctx).caches)
 
     def keeps_keys(self, layer: int) -> bool:
