@@ -1,11 +1,11 @@
-"""Fill the tables of README.md and of the pages on few and on many steps from the committed results:
+"""Fill the tables of README.md and of the pages on few steps, many steps and evaluation from the committed results:
 python -m reproduce.readme."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from shiva.show.report import texts_of
 
 ROOT = Path(__file__).parents[1]
 EVALUATION = ROOT / "results" / "eval" / "emoji-128-turbo-16" / "tables" / "floor.json"
+LARGE = ROOT / "results" / "eval" / "emoji-128-32" / "tables" / "main.json"
 FRONTIER = ROOT / "results" / "frontier" / "emoji-128-16" / "frontier.json"
 COMMAND = (
     "shiva eval models/emoji-128-turbo --methods recipes/eval/emoji-turbo.yaml --protocol floor --limit 16 "
@@ -42,8 +43,7 @@ WHOLE = (
     r"Sweep .*",
     r"ToMeSD|ToFu|ToMA|SDTM",
 )
-TURBO = {ROOT / "README.md": SHORT, ROOT / "docs" / "how-to" / "few-steps.md": WHOLE}
-PAGES = (*TURBO, ROOT / "docs" / "how-to" / "many-steps.md")
+EVERY = (r".*",)
 COLUMNS = {
     "saved": "FLOPs saved",
     "latency, s": "seconds an image",
@@ -82,11 +82,10 @@ def table_of(document: dict[str, Any], shown: Sequence[str]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
-def text_of(document: dict[str, Any], shown: Sequence[str]) -> str:
-    settings, where = document["settings"], document["environment"]
+def on_the_turbo(shown: Sequence[str]) -> str:
+    document = json.loads(EVALUATION.read_text())
     about = (
-        f"*{settings['model']}, {settings['count']} prompts and {len(settings['seeds'])} seeds in {settings['steps']} "
-        f"steps without guidance, where no other number stands, on {where['cores']} cores of an {where['cpu']} CPU. "
+        f"*{measured_on(document)}, no guidance. "
         "The number behind a name is the percentage of tokens computed. What is trained has the same adapter, target "
         "and images: Shiva, identity (the paper's: a skipped token gets nothing), NeuralSort, DyDiT and the trained 2 "
         "steps. Lattice is fitted in a minute; the others need neither. "
@@ -95,8 +94,23 @@ def text_of(document: dict[str, Any], shown: Sequence[str]) -> str:
     return "\n".join([*table_of(document, shown), "", about])
 
 
-def front_of(document: dict[str, Any]) -> str:
+def on_the_base() -> str:
+    document = json.loads(LARGE.read_text())
+    return "\n".join([*table_of(document, EVERY), "", f"*{measured_on(document)}.*"])
+
+
+def measured_on(document: dict[str, Any]) -> str:
+    settings, where = document["settings"], document["environment"]
+    seeds = "one seed" if len(settings["seeds"]) == 1 else f"{len(settings['seeds'])} seeds"
+    return (
+        f"{settings['model']}, {settings['count']} prompts and {seeds}, {where['cores']} cores of an {where['cpu']}, "
+        f"{settings['steps']} steps where no other number stands"
+    )
+
+
+def front() -> str:
     """The best of each kind for some shares of the FLOPs."""
+    document = json.loads(FRONTIER.read_text())
     points = [Point(**point) for point in document["results"]["points"]]
     lines = [["", *(f"{share:.0%} of FLOPs" for share in SHARES)], ["---"] * (1 + len(SHARES))]
     for kind, name in KINDS.items():
@@ -110,14 +124,17 @@ def front_of(document: dict[str, Any]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+PAGES: dict[Path, Callable[[], str]] = {
+    ROOT / "README.md": lambda: on_the_turbo(SHORT),
+    ROOT / "docs" / "how-to" / "few-steps.md": lambda: on_the_turbo(WHOLE),
+    ROOT / "docs" / "how-to" / "many-steps.md": front,
+    ROOT / "docs" / "evaluation.md": on_the_base,
+}
+
+
 def filled(page: Path) -> str:
     """The page's text with the table that the results have for it."""
-    text = (
-        text_of(json.loads(EVALUATION.read_text()), TURBO[page])
-        if page in TURBO
-        else front_of(json.loads(FRONTIER.read_text()))
-    )
-    return PLACE.sub(lambda place: f"{place[1]}\n{text}\n\n{place[2]}", page.read_text())
+    return PLACE.sub(lambda place: f"{place[1]}\n{PAGES[page]()}\n\n{place[2]}", page.read_text())
 
 
 if __name__ == "__main__":

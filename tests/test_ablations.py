@@ -267,7 +267,7 @@ def test_selection_is_judged_by_final_images() -> None:
 def test_a_learned_table_is_judged_by_its_parts() -> None:
     def verdicts(**parts: float) -> list[str]:
         usual = {"early": 0.6, "late": 0.6, "shallow": 0.6, "deep": 0.6, "deviation": 0.1}
-        rows = {name: {p: over_seeds([v] * 3) for p, v in usual.items()} for name in learned_schedule.SHIPPED}
+        rows = {name: {p: over_seeds([v] * 3) for p, v in usual.items()} for name in learned_schedule.BUDGETS}
         rows |= {learned_schedule.PLAIN: {p: over_seeds([v] * 3) for p, v in usual.items()}}
         rows |= {learned_schedule.NOISY: {p: over_seeds([v] * 3) for p, v in (usual | parts).items()}}
         images = dict.fromkeys(learned_schedule.VARIANTS, over_seeds([20.0] * 3))

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -257,9 +258,23 @@ def test_outside_a_checkout_the_error_says_where_to_run(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not KEPT.exists(), reason="no results are committed")
 def test_the_page_of_claims_is_the_committed_results() -> None:
-    records = claims_page.load()
-    assert claims_page.page(records) == claims_page.PAGE.read_text()
-    assert not any(record["quick"] for record in records)
+    records, large = claims_page.load(), claims_page.load_large()
+    assert claims_page.page(records, large) == claims_page.PAGE.read_text()
+    assert not any(record["quick"] for record in (*records, *large))
+
+
+def test_the_page_says_where_1024_tokens_change_a_verdict() -> None:
+    def record(*verdicts: str) -> dict[str, Any]:
+        claims = [{"claim": f"claim {i}", "ours": f"{v} so", "verdict": v} for i, v in enumerate(verdicts)]
+        return {"name": "selection", "command": "python", "claims": claims}
+
+    small, large = record("reproduced", "not reproduced"), record("reproduced", "reproduced")
+    lines = claims_page.on_1024_tokens([small], [large])
+    assert "1 of 2 verdicts are others" in lines[2]
+    assert "`router_maps`" in lines[2]
+    assert "`selection`" not in lines[2]
+    assert lines[-2].endswith("| still reproduced |")
+    assert lines[-1].endswith("| not reproduced so | reproduced so | **reproduced**, on 256 tokens not reproduced |")
 
 
 @pytest.mark.parametrize("name", [*SYNTHETIC, *ON_THE_MODEL])

@@ -15,7 +15,7 @@ from reproduce.claims.common import VERDICTS, claims_table, folder_of, perform
 
 def check(every: bool, only: list[str] | None, model: Path, output: Path | None, record: bool) -> None:
     """Run the chosen experiments and print their verdicts."""
-    folder = folder_of(output, record, quick=not every)
+    folder = folder_of(output, record, not every, model)
     torch.set_num_threads(min(2, torch.get_num_threads()))  # small tensors: more threads only wait
     console, results, began = Console(), [], time.perf_counter()
     for name in chosen(every, only):

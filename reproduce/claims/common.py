@@ -29,8 +29,10 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 COLOURS = {"reproduced": "green", "reproduced in direction": "yellow", "not reproduced": "red"}
 
 ROOT = Path(__file__).parents[2]
+FIRST = ROOT / "models" / "emoji"
+"""The model of 256 tokens that claims are checked on first."""
 KEPT = ROOT / "results" / "validate"
-"""Results at full size, which are committed: by `--record` alone."""
+"""Results at full size, which are committed: by `--record` alone. Those of another model have a folder in it."""
 PASSING = ROOT / "outputs" / "validate"
 """All others, which are not."""
 
@@ -156,12 +158,12 @@ def draw_figure(result: Result, folder: Path) -> None:
     write_atomically(folder / f"{result.name}.png", picture.getvalue())
 
 
-def folder_of(output: Path | None, record: bool, quick: bool) -> Path:
+def folder_of(output: Path | None, record: bool, quick: bool, model: Path = FIRST) -> Path:
     """Where results go; a quick run is never recorded."""
     if record and (quick or output is not None):
         reason = "a quick run; run it at full size" if quick else f"--output {output}; pass one of them"
         raise ValueError(f"--record does not go with {reason}")
-    return output or (KEPT if record else PASSING)
+    return output or (KEPT if record else PASSING) / ("" if model.name == FIRST.name else model.name)
 
 
 def perform(name: str, quick: bool, folder: Path = PASSING, **options: Any) -> Result:
@@ -175,6 +177,8 @@ def perform(name: str, quick: bool, folder: Path = PASSING, **options: Any) -> R
 def command(name: str, options: dict[str, Any]) -> str:
     """What runs it again: the options that shape the result, not where it lies."""
     shaping = {key: len(value) if isinstance(value, range) else value for key, value in options.items()}
+    if isinstance(model := shaping.get("model"), Path) and model.name != FIRST.name:
+        shaping["model"] = f"models/{model.name}"
     plain = {key: value for key, value in shaping.items() if key != "threads" and type(value) in (int, float, str)}
     return " ".join([f"python -m reproduce.claims.{name}", *(f"--{key} {value}" for key, value in plain.items())])
 
@@ -187,7 +191,7 @@ def main(name: str, arguments: argparse.ArgumentParser | None = None) -> None:
     parser.add_argument("--output", type=Path, help="folder of the JSON and the figure")
     options = vars(parser.parse_args())
     quick = options.pop("quick")
-    folder = folder_of(options.pop("output"), options.pop("record"), quick)
+    folder = folder_of(options.pop("output"), options.pop("record"), quick, options.get("model", FIRST))
     result = perform(name, quick, folder, **options)
     console = Console()
     console.print(claims_table([result]))

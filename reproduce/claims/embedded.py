@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from reproduce.claims.common import ROOT, Result, shown, spread
+from reproduce.claims.common import FIRST, ROOT, Result, shown, spread
 from shiva.checkpoint import ShivaCheckpoint, write_atomically
 from shiva.core.options import merge
 from shiva.evaluate.metrics.pixels import image_psnr
@@ -39,6 +39,13 @@ KEEPS = (0.3, 0.45, 0.6, 0.75, 0.9)
 STEPS = 120
 TEMPERATURES = {"rank_start": 0.2, "rank_end": 0.1, "select_start": 0.1, "select_end": 0.05}
 """The paper's starts, and half of them at the end, which the paper does not give."""
+OF_MODEL: dict[str, dict[str, Any]] = {
+    "emoji-128": {
+        "data": {"path": "recipes/emoji/data/fluent-emoji-128.parquet", "resolution": 128},
+        "compute": {"precision": "bf16"},
+    }
+}
+"""What the recipe of variants has otherwise on another model."""
 PATHS = {"model": ("path", "revision"), "data": ("path", "cache")}
 """What a variant's name holds by content instead."""
 
@@ -74,7 +81,7 @@ class Variant:
 class Bench:
     """Where variants are trained: the model, the folder that keeps them, and how long each takes."""
 
-    model: Path = ROOT / "models" / "emoji"
+    model: Path = FIRST
     state: Path | None = None
     steps: int = STEPS
     seeds: Sequence[int] = range(3)
@@ -92,6 +99,7 @@ class Bench:
         default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shiva" / "ablations"
         self.state = self.state or default
         self.model = self.model.resolve()
+        self.base = merge(self.base, OF_MODEL.get(self.model.name, {}))
         self.data = ROOT / self.base["data"]["path"]
         self.digest = digest(self.model / "transformer", "*.safetensors")
 
@@ -266,7 +274,7 @@ def whole_runs(trainer: Trainer, images: int) -> float:
 def bench_of(
     quick: bool,
     seeds: Sequence[int],
-    model: Path = ROOT / "models" / "emoji",
+    model: Path = FIRST,
     state: Path | None = None,
     steps: int | None = None,
     threads: int | None = None,
@@ -315,7 +323,7 @@ def draw_by_keep(result: Result, axes: Any) -> None:
 def arguments(doc: str | None) -> argparse.ArgumentParser:
     """The options that every ablation takes."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "emoji")
+    parser.add_argument("--model", type=Path, default=FIRST)
     parser.add_argument("--state", type=Path, help="folder of trained variants; default ~/.cache/shiva/ablations")
     parser.add_argument("--steps", type=int, help=f"optimizer steps of a variant; default {STEPS}")
     parser.add_argument("--seeds", type=lambda text: range(int(text)), default=range(3), help="how many seeds")

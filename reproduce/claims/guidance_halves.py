@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import shiva
-from reproduce.claims.common import ROOT, Claim, Result, main, ordered, progress, shown
+from reproduce.claims.common import FIRST, Claim, Result, main, ordered, progress, shown
 from reproduce.claims.embedded import KEEP, Stats, Variant, arguments, bench_of, over_seeds, table
 from reproduce.claims.selection import PROMPTS, Task
 from reproduce.claims.trained_block import load
@@ -39,7 +39,7 @@ def run(
     seeds: Sequence[int] = range(3),
     quick: bool = False,
     prompts: int = 8,
-    model: Path = ROOT / "models" / "emoji",
+    model: Path = FIRST,
     **where: Any,
 ) -> Result:
     bench = bench_of(quick, seeds, model, **where)

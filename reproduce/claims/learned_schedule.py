@@ -22,7 +22,9 @@ from shiva.ops.schedule import RatioSchedule
 
 NOISY, PLAIN = "with logit noise", "without"
 VARIANTS = {NOISY: Variant(policy=True), PLAIN: Variant(policy=True, logit_noise=0.0)}
-SHIPPED = {"Shiva 60": ROOT / "models" / "shiva" / "60", "Shiva 80": ROOT / "models" / "shiva" / "80"}
+SHIPPED = {"emoji": "models/shiva/{}", "emoji-128": "models/128/shiva-{}"}
+"""Where the checkpoints of each model are, by their budget."""
+BUDGETS = {"Shiva 60": 60, "Shiva 80": 80}
 PARTS = ("early", "late", "shallow", "deep", "deviation")
 TIMES = tuple(float(t) for t in range(1000, -1, -50))
 
@@ -50,7 +52,10 @@ def tables_of(bench: Bench, variant: Variant) -> list[RatioSchedule]:
 def run(seeds: Sequence[int] = range(3), quick: bool = False, **where: Any) -> Result:
     bench = bench_of(quick, seeds, **where)
     found = {name: tables_of(bench, variant) for name, variant in VARIANTS.items()}
-    found |= {name: [schedule_of(folder)] for name, folder in SHIPPED.items()}
+    found |= {
+        name: [schedule_of(ROOT / SHIPPED.get(bench.model.name, SHIPPED["emoji"]).format(share))]
+        for name, share in BUDGETS.items()
+    }
     rows = {}
     for name, schedules in found.items():
         shapes = [shape_of(schedule) for schedule in schedules]
@@ -69,7 +74,7 @@ def claims_of(rows: Mapping[str, Mapping[str, Stats]], images: Mapping[str, Stat
         return f"{shown(rows[name][first])} to {shown(rows[name][second])}"
 
     def shipped(first: str, second: str) -> str:
-        return ", ".join(f"{pair(name, first, second)} in {name}" for name in SHIPPED)
+        return ", ".join(f"{pair(name, first, second)} in {name}" for name in BUDGETS)
 
     rises = ordered(learned["late"]["values"], learned["early"]["values"])
     met = abs(learned["early"]["mean"] - 0.4) < 0.05 and abs(learned["late"]["mean"] - 0.8) < 0.05

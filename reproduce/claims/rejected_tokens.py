@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from reproduce.bench.compose import add_cache
-from reproduce.claims.common import ROOT, Claim, Result, main, progress
+from reproduce.claims.common import FIRST, ROOT, Claim, Result, main, progress
 from reproduce.claims.rejected_grid import (
     RANKINGS,
     REJECTED,
@@ -57,7 +57,7 @@ COLUMNS = {
 
 
 def run(
-    model: Path = ROOT / "models" / "emoji",
+    model: Path = FIRST,
     checkpoint: Path | None = None,
     aged: Path | None = None,
     keeps: Sequence[float] = KEEPS,
@@ -222,7 +222,7 @@ if __name__ == "__main__":
         print(table(json.loads(Path(sys.argv[-1]).read_text())["details"]))
         raise SystemExit
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "emoji")
+    parser.add_argument("--model", type=Path, default=FIRST)
     parser.add_argument("--checkpoint", type=Path, help="a trained Shiva checkpoint, to rank by its router too")
     parser.add_argument("--aged", type=Path, help="one trained with fill: cached and the age signal")
     parser.add_argument("--keeps", type=numbers(float), default=KEEPS, metavar="0.9,0.6,...")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import shiva
-from reproduce.claims.common import ROOT, Claim, Result, judge, main, ordered, progress, shown, spread, weakest
+from reproduce.claims.common import FIRST, Claim, Result, judge, main, ordered, progress, shown, spread, weakest
 from reproduce.claims.embedded import KEEP, Stats, arguments, bench_of, over_seeds, table
 from reproduce.claims.selection import PROMPTS, DenseRun, Task
 from reproduce.claims.trained_block import load
@@ -111,7 +111,7 @@ def run(
     seeds: Sequence[int] = range(3),
     quick: bool = False,
     prompts: int = 8,
-    model: Path = ROOT / "models" / "emoji",
+    model: Path = FIRST,
     **where: Any,
 ) -> Result:
     bench = bench_of(quick, seeds, model, **where)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import shiva
-from reproduce.claims.common import ROOT, Claim, Result, Verdict, generator, main, ordered, progress, shown, weakest
+from reproduce.claims.common import FIRST, Claim, Result, Verdict, generator, main, ordered, progress, shown, weakest
 from reproduce.claims.embedded import KEEP, Stats, Variant, arguments, bench_of, over_seeds, table
 from reproduce.claims.trained_block import load
 from shiva.evaluate.metrics.pixels import image_psnr
@@ -134,7 +134,7 @@ def run(
     quick: bool = False,
     checkpoints: Sequence[Path] = (),
     prompts: int = 8,
-    model: Path = ROOT / "models" / "emoji",
+    model: Path = FIRST,
     **where: Any,
 ) -> Result:
     if where.get("threads"):

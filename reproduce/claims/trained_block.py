@@ -23,7 +23,7 @@ from rich.console import Console
 from torch import Tensor
 
 import shiva
-from reproduce.claims.common import ROOT, Claim, Result, generator, judge, main, progress
+from reproduce.claims.common import FIRST, Claim, Result, generator, judge, main, progress
 from reproduce.claims.directions import Gating
 from reproduce.claims.estimators import compare, estimator_table, pooled
 from reproduce.claims.estimators import draw as draw_estimators
@@ -144,7 +144,7 @@ def load(model: Path) -> Any:
 def run(
     seeds: Sequence[int] = range(50),
     quick: bool = False,
-    model: Path = ROOT / "models" / "emoji",
+    model: Path = FIRST,
     layer: int = 1,
     draws: int | None = None,
 ) -> Result:
@@ -238,7 +238,7 @@ def draw(result: Result, axes: Any) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "emoji", help="folder of the pipeline")
+    parser.add_argument("--model", type=Path, default=FIRST, help="folder of the pipeline")
     parser.add_argument("--layer", type=int, default=1)
     parser.add_argument("--draws", type=int, help="fewer draws than 50")
     main("trained_block", parser)
