@@ -98,7 +98,9 @@ class Lattice(Score):
         self.span = span
 
     def draw(self, layout: Layout, step: int, layers: int) -> Tensor:
-        return torch.stack([lattice_scores(layout.shape, step, layer // self.span) for layer in range(layers)])
+        spans = range(-(-layers // self.span))
+        drawn = torch.stack([lattice_scores(layout.shape, step, span) for span in spans])
+        return drawn.repeat_interleave(self.span, dim=0)[:layers]
 
     def turn(self, step: int, layer: int) -> Hashable:
         return step + layer // self.span
@@ -274,13 +276,7 @@ def lattice_scores(shape: Shape, step: int, layer: int) -> Tensor:
     A step counts as much as a layer, so that one layer waits no longer over the steps than a step over the layers.
     Make the scores before a step begins: a compiler would make a graph for every step and layer.
     """
-    return lattice_turn(shape, layer + step)
-
-
-@functools.lru_cache(maxsize=64)
-@torch.inference_mode(False)
-def lattice_turn(shape: Shape, turns: int) -> Tensor:
-    return turned(lattice_ranks(shape), GOLDEN * turns)
+    return turned(lattice_ranks(shape), GOLDEN * (layer + step))
 
 
 def cover_bonus(scores: Tensor, lattice: Tensor, weight: float) -> Tensor:
