@@ -192,7 +192,7 @@ class Studio:
         self._warm: set[str] = set()
         self._dense: OrderedDict[tuple[str, int, int], Outcome] = OrderedDict()
         self._costs: dict[str, CostModel] = {}
-        with attach(pipe, usual) as session, session.trace() as trace:
+        with attach(pipe, Sweep(budget=0.6, attends=usual.attends)) as session, session.trace() as trace:
             self._warm_up()
             self.spec, self.grid, self.cost = session.spec, trace.grid, session.cost_model()
 
