@@ -52,9 +52,9 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 def test_a_remembered_teacher_changes_nothing(bench: Bench, folder: Path, tmp_path: Path) -> None:
     """Bit for bit the weights that the library's own trainer ends at, though another variant ran the dense passes."""
     bench.outcome(Variant({"sharing": "global"}), 0)
-    passes = len(bench.taught)
+    passes = len(bench.dense.passes)
     ours = weights(bench.checkpoint(Variant(), 0))
-    assert len(bench.taught) == passes > 0
+    assert len(bench.dense.passes) == passes > 0
     theirs = weights(Trainer(bench.recipe(Variant(), 0), tmp_path).run())
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 

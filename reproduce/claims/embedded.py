@@ -2,7 +2,7 @@
 
 A variant is recipes/emoji.yaml with some values changed, trained by the library's own loop: router warm-up, or policy
 learning over a router that an earlier variant trained. Nothing of the backbone trains. To be affordable on a CPU, a
-step has 8 samples at 4 timesteps, and the dense teacher's pass of a batch is kept in memory: all variants of a seed
+step has 8 samples at 4 timesteps, and what the dense model makes of a batch is kept in memory: all variants of a seed
 see the same batches, so it is paid once a seed instead of once a variant. Otherwise it is `shiva train`.
 
 Every variant has a folder of its own, named by what it was trained with and on. So a killed run goes on where it was,
@@ -78,6 +78,15 @@ class Variant:
 
 
 @dataclass
+class Dense:
+    """What the dense model made for one seed: validation batches of two have the same places and other noise."""
+
+    seed: int | None = None
+    passes: dict[Batch, Teaching] = field(default_factory=dict)
+    images: list[Any] = field(default_factory=list)
+
+
+@dataclass
 class Bench:
     """Where variants are trained: the model, the folder that keeps them, and how long each takes."""
 
@@ -89,9 +98,7 @@ class Bench:
     images: int = 8
     base: Mapping[str, Any] = field(default_factory=lambda: read_recipe(ROOT / "recipes" / "emoji.yaml"), repr=False)
     """The recipe that variants change."""
-    taught: dict[Batch, Teaching] = field(default_factory=dict, repr=False)
-    """Dense passes of `taught_seed`, by batch."""
-    taught_seed: int | None = None
+    dense: Dense = field(default_factory=Dense, repr=False)
 
     def __post_init__(self) -> None:
         if not (self.model / "model_index.json").exists():
@@ -140,10 +147,9 @@ class Bench:
         kept = folder / "outcome.json"
         if not kept.exists():
             router = self.checkpoint(variant.router, seed) if variant.policy else None
-            if seed != self.taught_seed:  # a seed's validation batches have the places, not the noise, of another's
-                self.taught.clear()
-                self.taught_seed = seed
-            trainer = Ablation(self.recipe(variant, seed), folder, self.taught, router)
+            if seed != self.dense.seed:
+                self.dense = Dense(seed)
+            trainer = Ablation(self.recipe(variant, seed), folder, self.dense, router)
             if not trainer.final.is_dir():
                 trainer.run()
             write_atomically(kept, to_json(measure(trainer, self.images)))
@@ -185,26 +191,26 @@ def digest(path: Path, kind: str = "*") -> str:
 class RememberedTeacher(Objectives):
     """Objectives whose dense passes are kept: another variant on the same batch need not run them again."""
 
-    taught: dict[Batch, Teaching]
+    dense: Dense
 
     def teach(self, batch: MicroBatch) -> Teaching:
         key = (batch.seed, batch.timestep, self.session.method.needs_updates)
-        if key not in self.taught:
-            self.taught[key] = super().teach(batch)
-        return self.taught[key]
+        if key not in self.dense.passes:
+            self.dense.passes[key] = super().teach(batch)
+        return self.dense.passes[key]
 
 
 class Ablation(Trainer):
     """The library's loop with a teacher that remembers, perhaps over a router trained before."""
 
-    def __init__(self, recipe: Recipe, output: Path, taught: dict[Batch, Teaching], router: Path | None):
+    def __init__(self, recipe: Recipe, output: Path, dense: Dense, router: Path | None):
         super().__init__(recipe, output)
-        self.taught, self.router = taught, router
+        self.dense, self.router = dense, router
 
     def prepare(self) -> None:
         super().prepare()
         self.objectives = RememberedTeacher(**vars(self.objectives))
-        self.objectives.taught = self.taught
+        self.objectives.dense = self.dense
         self.validator.objectives = self.objectives
         if self.router is not None:
             self.take(ShivaCheckpoint.from_pretrained(self.router), "routers.")
@@ -215,14 +221,13 @@ class Ablation(Trainer):
 
 
 @torch.no_grad()
-def measure(trainer: Trainer, images: int) -> Stats:
+def measure(trainer: Ablation, images: int) -> Stats:
     """A finished variant: distance to dense, spread of scores, mean keep of the policy, and whole runs."""
     if hasattr(trainer, "session"):
         last = (trainer.output / "validation.jsonl").read_text().splitlines()[-1]
         found = {name: value for name, value in json.loads(last).items() if "/" in name}
     else:  # finished before a kill
         trainer.prepare()
-        assert isinstance(trainer, Ablation)
         trainer.take(ShivaCheckpoint.from_pretrained(trainer.final))
         found = trainer.validator.measure()
     method: Any = trainer.method
@@ -251,7 +256,7 @@ def mean_keep(trainer: Trainer, points: int = 256) -> float:
     return float(torch.sigmoid(method.policy.logits(times))[:, method.schedule.reduced].mean())
 
 
-def whole_runs(trainer: Trainer, images: int) -> float:
+def whole_runs(trainer: Ablation, images: int) -> float:
     """Mean PSNR, in dB, of final images to the dense run's, at the budget and the learned schedule."""
     validator, session = trainer.validator, trainer.session
     indices, options = validator.indices[:images], trainer.recipe.validation
@@ -263,9 +268,10 @@ def whole_runs(trainer: Trainer, images: int) -> float:
     def draw() -> list[Any]:
         return trainer.family.draw(text, size, options.image_steps, options.image_guidance, seeds, "pil")
 
-    with session.disabled():
-        dense = draw()
-    return sum(image_psnr(a, b) for a, b in zip(draw(), dense, strict=True)) / len(dense)
+    if not trainer.dense.images:
+        with session.disabled():
+            trainer.dense.images = draw()
+    return sum(image_psnr(a, b) for a, b in zip(draw(), trainer.dense.images, strict=True)) / len(indices)
 
 
 # -- what every table's file does ---------------------------------------------------------------------------

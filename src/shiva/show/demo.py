@@ -106,8 +106,8 @@ def chosen_rows(methods: str | None, every: bool, steps: int | None) -> tuple[Pa
 
 
 PROMPTS = ("pizza", "red apple", "birthday cake", "dog face", "a fox", "octopus", "sunflower", "cactus")
-TURNS = 4
-"""Parts that the prompts are drawn in, every method after the other in each, so that all meet the same machine."""
+TURNS = 2
+"""Batches that the prompts are drawn in, every method after the other in each, so that all meet the same machine."""
 LOOKED_INTO = ("Shiva 80", "Shiva 60", "Sweep 40", "turbo, Shiva 66")
 """Whose chosen tokens are shown, and whose routers' scores."""
 
@@ -167,13 +167,14 @@ def make_demo(methods: str | None, every: bool, output: Path, steps: int | None,
                         part,
                         seed=seed,
                         first=first,
-                        batch=1,
+                        batch=turn,
                         progress=lambda name, step: progress.update(task, advance=1, description=name),
                     )
                 )
     made = [Drawings(row, turns[row.name]) for row in rows]
     table, dense = comparison(made), rows[0]
-    title = f"{len(prompts)} images of {base.name}, {dense.steps} steps at guidance {dense.guidance:g} where dense"
+    drawn = f"{len(prompts)} images of {base.name}, {turn} at a time"
+    title = f"{drawn}, {dense.steps} steps at guidance {dense.guidance:g} where dense"
     console.print(Table(title, HEADINGS, table).rich())
     page = draw_page(made, table, base, prompts)
     for reason in left_out:
@@ -220,8 +221,9 @@ def draw_page(made: Sequence[Drawings], rows: Sequence[tuple[str, ...]], base: P
     page, dense = Page(f"Shiva on the embedded model {base.name}"), made[0]
     page.text(
         f"The same prompts and the same noise, dense in {dense.row.steps} steps at guidance {dense.row.guidance:g}. "
-        "Times are of this machine, all methods in turns; fewer tokens pay more the more of them an image has. The "
-        "turbo's rows are held against its own images, cost and speed of all against the first row."
+        f"Times are of this machine, all methods in turns, {len(dense.turns[0].images)} images at a time; fewer tokens "
+        "pay more the more of them are computed at once. The turbo's rows are held against its own images, cost and "
+        "speed of all against the first row."
     )
     page.heading("Images")
     page.gallery(

@@ -91,9 +91,8 @@ def ways_for(model: str, checkpoint: str | None = None) -> dict[str, Way]:
     trained = {name: str(path) for name, path in ours.items() if path is not None and path.is_dir()}
     trained |= {} if checkpoint is None else {"Shiva": checkpoint}
     found = {name: Way(ShivaCheckpoint.from_pretrained(path)) for name, path in trained.items()}
-    first = {"Shiva": found.pop("Shiva")} if checkpoint else {}
-    if Path(model).name.endswith("-turbo") and "Lattice" in found:
-        first = {**first, "Lattice": found.pop("Lattice")}
+    few_steps = Path(model).name.endswith("-turbo")  # where a sweep has too few to go round
+    first = found if few_steps or checkpoint else {}
     return {**first, "Sweep": Way(Sweep()), **found, "Fewer steps": Way(None), "ToMeSD": Way(ToMeSD())}
 
 
