@@ -222,8 +222,8 @@ def draw_page(made: Sequence[Drawings], rows: Sequence[tuple[str, ...]], base: P
     page.text(
         f"The same prompts and the same noise, dense in {dense.row.steps} steps at guidance {dense.row.guidance:g}. "
         f"Times are of this machine, all methods in turns, {len(dense.turns[0].images)} images at a time; fewer "
-        "tokens pay more the more of them are computed at once. The turbo's rows are held against its own images, cost "
-        "and speed of all against the first row."
+        "tokens pay more the more of them are computed at once. The turbo's rows are held against its own images, "
+        "cost and speed of all against the first row."
     )
     page.heading("Images")
     page.gallery(
