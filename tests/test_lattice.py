@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shiva.methods.scores import Shape, cover_bonus, lattice_ranks, lattice_scores
+from shiva.methods.scores import Shape, lattice_ranks, lattice_scores, with_bonus
 from shiva.ops.fill import distances
 from shiva.ops.topk import hard_topk
 
@@ -103,13 +103,13 @@ def test_scores_differ_between_tokens_and_turns() -> None:
 def test_the_bonus_weighs_the_same_whatever_the_scores_scale(scale: float, shift: float) -> None:
     scores = torch.randn(2, 42, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     lattice = lattice_scores((1, 6, 7), 0, 1)
-    torch.testing.assert_close(cover_bonus(scores * scale + shift, lattice, 0.5), cover_bonus(scores, lattice, 0.5))
+    torch.testing.assert_close(with_bonus(scores * scale + shift, lattice, 0.5), with_bonus(scores, lattice, 0.5))
 
 
 def test_the_bonus_runs_from_the_routers_order_to_the_lattices() -> None:
     scores, lattice = torch.randn(2, 42), lattice_scores((1, 6, 7), 0, 1)
-    assert torch.equal(hard_topk(cover_bonus(scores, lattice, 0.0), 20), hard_topk(scores, 20))
-    assert torch.equal(hard_topk(cover_bonus(scores, lattice, 1e4), 20), hard_topk(lattice.expand(2, -1), 20))
+    assert torch.equal(hard_topk(with_bonus(scores, lattice, 0.0), 20), hard_topk(scores, 20))
+    assert torch.equal(hard_topk(with_bonus(scores, lattice, 1e4), 20), hard_topk(lattice.expand(2, -1), 20))
     assert torch.equal(
-        hard_topk(cover_bonus(torch.zeros(2, 42), lattice, 0.1), 20), hard_topk(lattice.expand(2, -1), 20)
+        hard_topk(with_bonus(torch.zeros(2, 42), lattice, 0.1), 20), hard_topk(lattice.expand(2, -1), 20)
     )

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from shiva.core.layout import Layout
 from shiva.core.reduction import select
+from shiva.methods.scores import with_bonus
 from shiva.ops.fill import (
     cached_updates,
     grow_older,
     most_similar,
     near_updates,
     spatially_nearest,
-    with_age,
 )
 
 B, ROWS, COLUMNS, D, K = 2, 4, 5, 6, 7
@@ -86,6 +86,6 @@ def test_a_large_age_weight_goes_round_robin() -> None:
     """No token waits longer than it takes to serve all the others."""
     age = torch.zeros(1, N)
     for _ in range(12):
-        indices = with_age(torch.randn(1, N), age, weight=100.0).topk(K).indices
+        indices = with_bonus(torch.randn(1, N), age, weight=100.0).topk(K).indices
         age = grow_older(age, indices)
         assert age.max() <= -(-N // K)

@@ -187,7 +187,6 @@ def test_a_cache_remembers_its_makers(family: SD3Family, folder: Path, tmp_path:
     expected = [fresh.encode(fresh.read([i])) for i in (0, 3)]
     assert torch.equal(latents, torch.cat([x for x, _ in expected]))
     assert torch.equal(text["hidden"], torch.cat([t["hidden"] for _, t in expected]))
-    assert items.caption(3) == examples[3].caption
     with torch.no_grad():
         next(family.pipe.vae.parameters()).add_(1.0)
     with pytest.raises(ValueError, match=r"made with another vae .* data.cache"):

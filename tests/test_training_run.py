@@ -206,7 +206,7 @@ def test_a_run_in_half_precision_goes_on_with_its_scale(folder: Path, tmp_path: 
     trainer.enter(now)
     trainer.step = 1
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
-    trainer.save(now, 1.0)
+    trainer.save(now)
     other = trainer_of(folder, tmp_path / "other", **RUN)
     other.accelerator.scaler = torch.amp.GradScaler("cpu")
     assert trainer.newest is not None

@@ -14,6 +14,7 @@ from shiva.core.layout import Layout
 from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, unify_guidance
 from shiva.core.options import Count, Positive, Share
 from shiva.core.reduction import Reduction
+from shiva.methods.scores import cell_leaders
 from shiva.methods.tomesd import merged_share
 from shiva.ops.fill import filled
 from shiva.ops.shortcut import find_neighbours
@@ -69,11 +70,8 @@ def coherence(x: Tensor, layout: Layout) -> Tensor:
 
 def covering(scores: Tensor, layout: Layout) -> Tensor:
     """Scores (B, N) in which the best token of each 2x2 cell comes before all others, so that all have one near."""
-    members, outside = layout.windows((2, 2))
-    members = members.to(scores.device)
-    leaders = members.expand(scores.shape[0], -1, -1).gather(2, scores[:, members].argmax(dim=2, keepdim=True))
-    first = torch.zeros_like(scores).scatter(1, leaders.squeeze(2), 1.0)
-    first[:, outside.to(scores.device)] = 1.0
+    first = torch.zeros_like(scores).scatter(1, cell_leaders(scores, layout), 1.0)
+    first[:, layout.windows((2, 2))[1].to(scores.device)] = 1.0
     return scores + 4 * first
 
 

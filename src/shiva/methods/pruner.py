@@ -15,16 +15,9 @@ from shiva.core.options import Count, NotNegative, Whole
 from shiva.core.reduction import Reduction, Streams
 from shiva.methods.fills import FillRun, Key, check_layers, key_of
 from shiva.methods.fresh_keys import INSIDE, Fresh, around_block, around_inside, check_fresh
-from shiva.methods.scores import (
-    Lattice,
-    Score,
-    ScoreRun,
-    ScoreStep,
-    cover_bonus,
-)
+from shiva.methods.scores import Lattice, Score, ScoreRun, ScoreStep, with_bonus
 from shiva.methods.shortcut import ShortcutOptions
 from shiva.methods.spans import begin_span, check_whole, spans_of, within_span
-from shiva.ops.fill import with_age
 from shiva.ops.shortcut import Lin
 from shiva.ops.topk import hard_topk
 
@@ -208,7 +201,7 @@ class Pruner(Method):
         scores = unify_guidance(self.scores(x, site, ctx), self.guidance, ctx)
         with ctx.phase("sort"):
             if self.age_weight:
-                scores = with_age(scores, self.fill.age_of(x, site, ctx), self.age_weight)
+                scores = with_bonus(scores, self.fill.age_of(x, site, ctx), self.age_weight)
             return hard_topk(self.covered(scores, site, ctx), ctx.counts[site.layer])
 
     def covered(self, scores: Tensor, site: Place, ctx: StepContext) -> Tensor:
@@ -216,7 +209,7 @@ class Pruner(Method):
         now: PrunerStep = ctx.now
         if now.cover is None:
             return scores
-        return cover_bonus(scores, now.cover[site.layer].to(scores.device), self.config.cover)
+        return with_bonus(scores, now.cover[site.layer].to(scores), self.config.cover)
 
     def settles(self, ctx: StepContext) -> bool:
         """Whether a drawn score alone chooses, at sizes whose choices can be kept."""

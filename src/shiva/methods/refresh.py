@@ -20,8 +20,8 @@ from shiva.core.options import Count, NotNegative, Ratio, Whole
 from shiva.core.reduction import Reduction, Streams, select
 from shiva.methods.counts import CountOptions, Table
 from shiva.methods.fills import CACHE_DTYPES, Key, check_layers, key_of, keys_of_all
-from shiva.methods.scores import Band
-from shiva.ops.fill import cached_updates, grow_older, with_age
+from shiva.methods.scores import Band, with_bonus
+from shiva.ops.fill import cached_updates, grow_older
 from shiva.ops.probe import FEATURES, Probe, look
 from shiva.ops.schedule import RatioSchedule
 from shiva.ops.topk import hard_topk
@@ -136,7 +136,7 @@ class Refresher(Method):
             scores = unify_guidance(self.scores(x, ctx).float(), self.guidance, ctx)
         with ctx.phase("sort"):
             if self.config.age:
-                scores = with_age(scores, run.ages, self.config.age)
+                scores = with_bonus(scores, run.ages, self.config.age)
             indices = hard_topk(scores, k)
             run.ages = grow_older(run.ages, indices)
         return indices

@@ -279,10 +279,14 @@ def lattice_scores(shape: Shape, step: int, layer: int) -> Tensor:
     return turned(lattice_ranks(shape), GOLDEN * (layer + step))
 
 
-def cover_bonus(scores: Tensor, lattice: Tensor, weight: float) -> Tensor:
-    """A router's scores (B, N), brought to unit deviation, plus a bonus by the order of the lattice (N,).
-
-    The bonus runs from 0 to `weight` deviations, so that of tokens that score alike the lattice picks an even cover.
-    """
+def with_bonus(scores: Tensor, bonus: Tensor, weight: float) -> Tensor:
+    """Scores (B, N), brought to unit deviation, plus so many deviations of a bonus."""
     spread = scores.std(dim=-1, keepdim=True).clamp(min=1e-6)
-    return (scores - scores.mean(dim=-1, keepdim=True)) / spread + weight * lattice.to(scores.dtype)
+    return (scores - scores.mean(dim=-1, keepdim=True)) / spread + weight * bonus
+
+
+def cell_leaders(scores: Tensor, layout: Layout) -> Tensor:
+    """The best token (B, C) of each 2x2 cell, by scores (B, N)."""
+    members = layout.windows((2, 2))[0].to(scores.device)
+    best = scores[:, members].argmax(dim=2, keepdim=True)
+    return members.expand(scores.shape[0], -1, -1).gather(2, best).squeeze(2)

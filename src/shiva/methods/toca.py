@@ -18,6 +18,7 @@ from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, Run, un
 from shiva.core.options import Count, NotNegative, Share
 from shiva.core.reduction import Streams
 from shiva.methods.fills import Key, key_of
+from shiva.methods.scores import cell_leaders
 from shiva.ops.fill import cached_updates, grow_older
 from shiva.ops.topk import hard_topk
 
@@ -74,9 +75,8 @@ class ToCaStep:
 
 def even_bonus(scores: Tensor, layout: Layout, bonus: float) -> Tensor:
     """Scores (B, N) of unit range, those of the best token of each 2x2 cell raised."""
-    members = layout.windows((2, 2))[0].to(scores.device)
-    best = members.expand(scores.shape[0], -1, -1).gather(2, scores[:, members].argmax(dim=2, keepdim=True))
-    return scores.scatter_add(1, best.squeeze(2), torch.full_like(best.squeeze(2), bonus, dtype=scores.dtype))
+    best = cell_leaders(scores, layout)
+    return scores.scatter_add(1, best, torch.full_like(best, bonus, dtype=scores.dtype))
 
 
 class ToCaMethod(Method):

@@ -93,12 +93,6 @@ def grow_older(age: Tensor, indices: Tensor) -> Tensor:
     return (age + 1).scatter(1, indices, 0.0)
 
 
-def with_age(scores: Tensor, age: Tensor, weight: float) -> Tensor:
-    """Scores (B, N), brought to unit deviation, plus a bonus for each step a token has waited."""
-    spread = scores.std(dim=-1, keepdim=True).clamp(min=1e-6)
-    return (scores - scores.mean(dim=-1, keepdim=True)) / spread + weight * age
-
-
 # -- a cache without a run, for training -----------------------------------------------------------------
 
 

@@ -28,8 +28,8 @@ SHARD = 64
 
 Report = Callable[[str, int, int], None]
 """report(what, done, total): progress of the preparation."""
-Encode = Callable[[int], tuple[Tensor, Text, str]]
-"""encode(i): latents (C, h, w), text tensors without batch, and the caption of a sample."""
+Encode = Callable[[int], tuple[Tensor, Text]]
+"""encode(i): latents (C, h, w) and text tensors of a sample, without batch."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,12 @@ class LatentCache:
         return [shard for shard in range(-(-self.count // SHARD)) if not self.shard_path(shard).exists()]
 
     def fill(self, shard: int, encode: Encode) -> None:
-        tensors, captions = {}, []
+        tensors = {}
         for index in range(shard * SHARD, min((shard + 1) * SHARD, self.count)):
-            latents, text, caption = encode(index)
+            latents, text = encode(index)
             tensors[f"{index}.latents"] = latents.cpu().contiguous()
             tensors.update({f"{index}.text.{name}": value.cpu().contiguous() for name, value in text.items()})
-            captions.append(caption)
-        write_atomically(self.shard_path(shard), save(tensors, metadata={"captions": json.dumps(captions)}))
+        write_atomically(self.shard_path(shard), save(tensors))
 
     def _shard(self, index: int) -> Any:
         shard = index // SHARD
@@ -121,9 +120,6 @@ class LatentCache:
         """Height and width of a sample's latents; only the file's header is read."""
         _, height, width = self._shard(index).get_slice(f"{index}.latents").get_shape()
         return height, width
-
-    def caption(self, index: int) -> str:
-        return json.loads(self._shard(index).metadata()["captions"])[index % SHARD]
 
     def read(self, indices: Sequence[int]) -> tuple[Tensor, Text]:
         """Latents (B, C, h, w) and text of some samples."""
@@ -182,9 +178,9 @@ def origin_of(recipe: Recipe, family: Family, examples: Sequence[Example]) -> di
 
 
 def encoded(images: ImageItems) -> Encode:
-    def encode(index: int) -> tuple[Tensor, Text, str]:
+    def encode(index: int) -> tuple[Tensor, Text]:
         latents, text = images.encode(images.read([index]))
-        return latents[0], {name: value[0] for name, value in text.items()}, images.examples[index].caption
+        return latents[0], {name: value[0] for name, value in text.items()}
 
     return encode
 
@@ -192,19 +188,18 @@ def encoded(images: ImageItems) -> Encode:
 def drawn_by_pipeline(recipe: Recipe, images: ImageItems) -> Encode:
     """For prompts alone: the dense pipeline draws them, a few at once."""
     family, options, size = images.family, recipe.data.generate, nearest_size(1, 1, images.sizes)
-    made: dict[int, tuple[Tensor, Text, str]] = {}
+    made: dict[int, tuple[Tensor, Text]] = {}
 
-    def encode(index: int) -> tuple[Tensor, Text, str]:
+    def encode(index: int) -> tuple[Tensor, Text]:
         if index not in made:
             made.clear()
             shard_end = (index // SHARD + 1) * SHARD
             batch = range(index, min(index + options.batch, shard_end, len(images)))
-            captions = [images.examples[i].caption for i in batch]
-            text = family.encode(captions)
+            text = family.encode([images.examples[i].caption for i in batch])
             seeds = [seed_of(recipe.seed, "generate", i) for i in batch]
             latents = family.draw_latents(text, size, options.steps, options.guidance, seeds)
             for place, i in enumerate(batch):
-                made[i] = (latents[place], {name: value[place] for name, value in text.items()}, captions[place])
+                made[i] = (latents[place], {name: value[place] for name, value in text.items()})
         return made[index]
 
     return encode

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
-import math
 import os
 import re
 import shutil
@@ -46,7 +45,6 @@ class State:
     tables: dict[str, Tensor]
     optimizer: dict[str, Any]
     adapter: dict[str, Tensor] = field(default_factory=dict)
-    loss: float = float("nan")
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ def save_state(root: Path, state: State, keep: int) -> Path:
     tensors = {"method": state.method, "tables": state.tables, "adapter": state.adapter}
     files = {f"{name}.safetensors": save(part) for name, part in tensors.items() if part or name == "method"}
     files["optimizer.pt"] = buffer.getvalue()
-    about = {"format": FORMAT, "step": state.step, "stage": state.stage, "recipe": state.recipe, "loss": state.loss}
+    about = {"format": FORMAT, "step": state.step, "stage": state.stage, "recipe": state.recipe}
     files["state.json"] = to_json({**about, "files": sorted(files)})
     with written_whole(folder) as temporary:
         for name, data in files.items():
@@ -206,9 +204,7 @@ def load_state(folder: Path) -> State:
         optimizer = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
     except Exception as error:  # torch's unpickler raises what it likes for bytes that are none of its own
         raise DamagedError(f"{folder} cannot be read ({' '.join(str(error).split())[:200]})") from error
-    loss = found.get("loss")  # NaN before the first step was booked
-    loss = float(loss) if isinstance(loss, (int, float)) else math.nan
-    return State(about.step, about.stage, found["recipe"], optimizer=optimizer, loss=loss, **tensors)
+    return State(about.step, about.stage, found["recipe"], optimizer=optimizer, **tensors)
 
 
 def files_of(about: About) -> list[str]:

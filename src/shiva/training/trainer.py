@@ -163,7 +163,7 @@ class Trainer:
             self.log.step(self.step, now, numbers, time.perf_counter() - began)
             stopping = process.any_rank(bool(signals), self.accelerator)
             if now.last or stopping or self.step % recipe.checkpoints.every == 0:
-                self.save(now, numbers["loss"])
+                self.save(now)
             if stopping:
                 raise process.Interrupted((*signals, 15)[0], self.step, self.newest)
             if self.validates_after(self.step):
@@ -258,14 +258,14 @@ class Trainer:
 
     # -- files ---------------------------------------------------------------------------------------
 
-    def save(self, now: Moment, loss: float) -> None:
+    def save(self, now: Moment) -> None:
         if self.main:
             method = {name: t.detach().cpu().contiguous() for name, t in self.method.state_dict().items()}
             scaler = self.accelerator.scaler
             scale = {} if scaler is None else {"scaler": scaler.state_dict()}
             optimizer = {**self.optimizer.state_dict(), **scale}
             learned = (method, self.method.tables(), optimizer, self.adapter.weights())
-            state = State(self.step, now.stage.name, self.recipe.to_dict(), *learned, loss)
+            state = State(self.step, now.stage.name, self.recipe.to_dict(), *learned)
             self.newest = states.save_state(self.output / "states", state, self.recipe.checkpoints.keep)
         self.accelerator.wait_for_everyone()
 
