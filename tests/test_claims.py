@@ -86,6 +86,13 @@ def test_two_paths_are_the_executed_half_and_the_flipped_half(small: tuple[Resid
             assert float(found[token]) == pytest.approx(float(now[token] + other[token]), abs=1e-9)
 
 
+@pytest.mark.parametrize("direction", [two_path, coordinate_marginals, fixed_budget_marginals])
+def test_some_tokens_have_the_direction_that_all_give_them(direction: Any, small: tuple[Any, Tensor, int]) -> None:
+    task, scores, k = small
+    some = torch.tensor([6, 0, 3])
+    torch.testing.assert_close(direction(task, scores, k, only=some)[some], direction(task, scores, k)[some])
+
+
 def test_input_estimate_is_the_papers_equation(small: tuple[ResidualTask, Tensor, int]) -> None:
     task, scores, k = small
     chosen = hard_topk(scores[None], k)[0]

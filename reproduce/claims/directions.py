@@ -51,47 +51,63 @@ def losses(task: Pruned, indices: Tensor) -> Tensor:
     return task.losses(lambda x: select(indices, task.tokens), len(indices))
 
 
-def flips(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def flips(scores: Tensor, k: int, only: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of the k first of scores (N,): the k selections (k, k - 1) without one, the N - k (N - k, k + 1) with one more.
 
-    Also the tokens dropped (k,) and added (N - k,).
+    Also the tokens dropped (k,) and added (N - k,). `only` some tokens, or all.
     """
-    chosen = hard_topk(scores[None], k)[0]  # (k,)
-    others = torch.ones_like(scores, dtype=torch.bool).scatter(0, chosen, False).nonzero().flatten()
-    without = chosen.expand(k, k)[~torch.eye(k, dtype=torch.bool)].view(k, k - 1)
-    joined = torch.cat([chosen.expand(len(others), k), others[:, None]], dim=1)
+    first = hard_topk(scores[None], k)[0]  # (k,)
+    inside = torch.zeros_like(scores, dtype=torch.bool).scatter(0, first, True)
+    asked = torch.arange(len(scores)) if only is None else only.sort().values
+    chosen, others = asked[inside[asked]], asked[~inside[asked]]
+    without = first.expand(len(chosen), k)[first != chosen[:, None]].view(len(chosen), k - 1)
+    joined = torch.cat([first.expand(len(others), k), others[:, None]], dim=1)
     return without, joined.sort(dim=1).values, chosen, others
 
 
-def two_path(task: Pruned, scores: Tensor, k: int, chunk: int = 512) -> Tensor:
-    """g* (N,) (Eq. ideal_grad): the executed path's half, and the other's from a pass with that token flipped."""
+def two_path(task: Pruned, scores: Tensor, k: int, chunk: int = 512, only: Tensor | None = None) -> Tensor:
+    """g* (N,) (Eq. ideal_grad): the executed path's half, and the other's from a pass with that token flipped.
+
+    Of `only` some tokens, or all; of others it is the executed path's half.
+    """
     g = estimate(task, hard_topk(scores[None], k), "input")[0]
-    without, joined, chosen, others = flips(scores, k)
+    without, joined, chosen, others = flips(scores, k, only)
     for selections, tokens in ((without, chosen), (joined, others)):
         for part, at in zip(selections.split(chunk), tokens.split(chunk), strict=True):
             g[at] += estimate(task, part, "input").gather(1, at[:, None])[:, 0]
     return g
 
 
-def coordinate_marginals(task: Pruned, scores: Tensor, k: int, chunk: int = 512) -> Tensor:
-    """L(m_i = 1) - L(m_i = 0) (N,), the other tokens' membership held (Eq. coordinate_marginal)."""
+def coordinate_marginals(task: Pruned, scores: Tensor, k: int, chunk: int = 512, only: Tensor | None = None) -> Tensor:
+    """L(m_i = 1) - L(m_i = 0) (N,), the other tokens' membership held (Eq. coordinate_marginal).
+
+    Of `only` some tokens, or all; of others it is NaN.
+    """
     now = losses(task, hard_topk(scores[None], k))
-    without, joined, chosen, others = flips(scores, k)
-    exact = torch.empty_like(scores, dtype=now.dtype)
-    exact[chosen] = now - torch.cat([losses(task, part) for part in without.split(chunk)])
-    exact[others] = torch.cat([losses(task, part) for part in joined.split(chunk)]) - now
+    without, joined, chosen, others = flips(scores, k, only)
+    exact = torch.full_like(scores, torch.nan, dtype=now.dtype)
+    for selections, tokens, sign in ((without, chosen, -1), (joined, others, 1)):
+        for part, at in zip(selections.split(chunk), tokens.split(chunk), strict=True):
+            exact[at] = sign * (losses(task, part) - now)
     return exact
 
 
-def fixed_budget_marginals(task: Pruned, scores: Tensor, k: int, chunk: int = 512) -> Tensor:
-    """L(i first) - L(i last) (N,), k tokens running in both: i changes places with the token at the boundary."""
+def fixed_budget_marginals(
+    task: Pruned, scores: Tensor, k: int, chunk: int = 512, only: Tensor | None = None
+) -> Tensor:
+    """L(i first) - L(i last) (N,), k tokens running in both: i changes places with the token at the boundary.
+
+    Of `only` some tokens, or all; of others it is NaN.
+    """
     now = losses(task, hard_topk(scores[None], k))
-    tokens = torch.arange(len(scores))
-    inside = torch.zeros_like(scores, dtype=torch.bool).scatter(0, hard_topk(scores[None], k)[0], True)
-    moved = scores.expand(len(scores), -1).clone()
-    moved[tokens, tokens] = torch.where(inside, scores.min() - 1, scores.max() + 1)
+    tokens = torch.arange(len(scores)) if only is None else only
+    inside = torch.zeros_like(scores, dtype=torch.bool).scatter(0, hard_topk(scores[None], k)[0], True)[tokens]
+    moved = scores.expand(len(tokens), -1).clone()
+    moved[torch.arange(len(tokens)), tokens] = torch.where(inside, scores.min() - 1, scores.max() + 1)
     swapped = torch.cat([losses(task, part) for part in hard_topk(moved, k).split(chunk)])
-    return torch.where(inside, now - swapped, swapped - now)
+    exact = torch.full_like(scores, torch.nan, dtype=now.dtype)
+    exact[tokens] = torch.where(inside, now - swapped, swapped - now)
+    return exact
 
 
 def gumbel_direction(task: Pruned, scores: Tensor, k: int, tau: float = 1.0) -> Tensor:

@@ -38,12 +38,14 @@ Cosines = dict[str, dict[str, float]]
 RADIAL = (-0.6, 0.0, 0.6)
 
 
-def estimates(task: Pruned, scores: Tensor, k: int, x: Tensor, seed: int, chunk: int = 512) -> dict[str, Tensor]:
-    """Every direction (N,) that is compared, for scores (N,) and block inputs x (N, D)."""
+def estimates(
+    task: Pruned, scores: Tensor, k: int, x: Tensor, seed: int, chunk: int = 512, only: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Every direction (N,) that is compared, for scores (N,) and block inputs x (N, D); of two paths `only` some."""
     indices = hard_topk(scores[None], k)
     return {
         "input (paper)": estimate(task, indices, "input")[0],
-        "two-path": two_path(task, scores, k, chunk),
+        "two-path": two_path(task, scores, k, chunk, only),
         **{f"output, {guess}": estimate(task, indices, guess)[0] for guess in GUESSES},
         "Gumbel-sigmoid": gumbel_direction(task, scores, k),
         "random direction": torch.randn(len(scores), generator=generator(seed + 30_000), dtype=scores.dtype),
@@ -51,11 +53,17 @@ def estimates(task: Pruned, scores: Tensor, k: int, x: Tensor, seed: int, chunk:
     }
 
 
-def compare(task: Pruned, scores: Tensor, k: int, x: Tensor, seed: int, chunk: int = 512) -> Cosines:
-    """Cosines of each direction: raw and centred, with the coordinate and the fixed-budget marginal."""
-    found = estimates(task, scores, k, x, seed, chunk)
-    coordinate = coordinate_marginals(task, scores, k, chunk)
-    fixed = fixed_budget_marginals(task, scores, k, chunk)
+def compare(
+    task: Pruned, scores: Tensor, k: int, x: Tensor, seed: int, chunk: int = 512, sample: int | None = None
+) -> Cosines:
+    """Cosines of each direction: raw and centred, with the coordinate and the fixed-budget marginal.
+
+    Over all tokens, or a random `sample` of so many.
+    """
+    at = torch.randperm(len(scores), generator=generator(seed + 50_000))[:sample]
+    found = {name: g[at] for name, g in estimates(task, scores, k, x, seed, chunk, at).items()}
+    coordinate = coordinate_marginals(task, scores, k, chunk, at)[at]
+    fixed = fixed_budget_marginals(task, scores, k, chunk, at)[at]
     rows: Cosines = {}
     for name, direction in found.items():
         rows[name] = {

@@ -2,11 +2,11 @@
 
     python -m reproduce.claims.trained_block --model models/emoji
 
-The paper: layer 1 of SD3-Medium at denoising step 2, N = 4096, k = 1900, the stage-1 distillation objective,
-marginals on 512 tokens, 50 draws that perturb scores and randomise budgets. Here: layer 1 of the embedded model, step
-2 of 25, N = 256, marginals on all tokens, latents from its own sampler. Assumed: the objective is output MSE plus
-normalised feature distillation at every fourth layer, only that layer is pruned, scores that know nothing of the
-tokens (normal, of unit deviation), score noise of deviation 1, ratios uniform in [.2, .9], no guidance; draws take
+The paper: layer 1 of SD3-Medium at denoising step 2, N = 4096, k = 1900, the stage-1 distillation objective, marginals
+on 512 tokens, 50 draws that perturb scores and randomise budgets. Here: layer 1 of the embedded model, step 2 of 25, N
+= 256, marginals on all tokens or `--tokens` of them, latents from its own sampler. Assumed: the objective is output
+MSE plus normalised feature distillation at every fourth layer, only that layer is pruned, scores that know nothing of
+the tokens (normal, of unit deviation), score noise of deviation 1, ratios uniform in [.2, .9], no guidance; draws take
 turns at ten prompts. "Fixed-budget marginal" is read as token i changing places with the token at the boundary, so
 that k tokens run in both; the coordinate marginal stands beside it. See estimators.py for the other rows.
 """
@@ -122,12 +122,12 @@ def stop_after(pipe: Any, step: int, tensors: dict[str, Any]) -> dict[str, Any]:
     return tensors
 
 
-def one_draw(task: TrainedBlock, seed: int) -> dict[str, dict[str, float]]:
+def one_draw(task: TrainedBlock, seed: int, tokens: int | None = None) -> dict[str, dict[str, float]]:
     source = generator(seed + 40_000)  # apart from the latents'
     scores = torch.randn(task.tokens, generator=source)
     perturbed = scores + NOISE * torch.randn(task.tokens, generator=source)
     ratio = RATIOS[0] + (RATIOS[1] - RATIOS[0]) * float(torch.rand((), generator=source))
-    return compare(task, perturbed, token_count(ratio, task.tokens), task.x, seed, CHUNK)
+    return compare(task, perturbed, token_count(ratio, task.tokens), task.x, seed, CHUNK, tokens)
 
 
 def load(model: Path) -> Any:
@@ -147,14 +147,18 @@ def run(
     model: Path = FIRST,
     layer: int = 1,
     draws: int | None = None,
+    tokens: int | None = None,
+    threads: int | None = None,
 ) -> Result:
+    if threads is not None:
+        torch.set_num_threads(threads)
     seeds = list(seeds)[: draws or (3 if quick else None)]
     pipe = load(model)
     calls = captured_calls(pipe, PROMPTS[: len(seeds)], seed=0)
     spec = backbone_of(pipe.transformer).spec(pipe.transformer)
     with shiva.attach(pipe.transformer, OneLayer(spec, layer), cfg="none") as session:
         tasks = [TrainedBlock(session, call, layer) for call in calls]
-        trials = [one_draw(tasks[seed % len(tasks)], seed) for seed in progress(seeds, "trained block")]
+        trials = [one_draw(tasks[seed % len(tasks)], seed, tokens) for seed in progress(seeds, "trained block")]
     rows = pooled(trials)
     Console().print(
         estimator_table(f"layer {layer} of {pipe.transformer.config.num_layers}, {len(seeds)} draws", rows)
@@ -163,7 +167,7 @@ def run(
         "trained_block",
         "Estimators against exact marginals, trained block",
         claims(rows),
-        {"draws": len(seeds), "layer": layer, "tokens": tasks[0].tokens, "one block": rows},
+        {"draws": len(seeds), "layer": layer, "tokens": tokens or tasks[0].tokens, "one block": rows},
     )
 
 
@@ -241,4 +245,6 @@ if __name__ == "__main__":
     parser.add_argument("--model", type=Path, default=FIRST, help="folder of the pipeline")
     parser.add_argument("--layer", type=int, default=1)
     parser.add_argument("--draws", type=int, help="fewer draws than 50")
+    parser.add_argument("--tokens", type=int, help="measure marginals on so many tokens, chosen anew for every draw")
+    parser.add_argument("--threads", type=int, help="CPU threads")
     main("trained_block", parser)
