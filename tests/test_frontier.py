@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 import shiva
 from pipelines import PIPELINES, dit
+from shiva.bench.entries import Timing
 from shiva.cli import app
 from shiva.evaluate import frontier
 from shiva.evaluate.candidates import DENSE, Candidate
@@ -129,6 +131,20 @@ def test_finished_rounds_of_timing_are_kept(tmp_path: Path, pipe: Prompted) -> N
     found = latency(run, [DENSE, "half"], 2, "cpu")
     assert len(pipe.noise) == before + 4, "one round of two candidates, each with a rehearsal"
     assert found["half"].median > 0
+
+
+def test_an_image_of_a_batch_is_timed_as_its_share_of_the_call(
+    tmp_path: Path, pipe: Prompted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path, pipe)
+    monkeypatch.setattr("shiva.evaluate.costs.interleave", lambda calls, **how: {DENSE: Timing([8.0])})
+    assert latency(run, [DENSE], 1, "cpu")[DENSE].median == 8
+    run.settings = replace(run.settings, batch=2)
+    assert latency(run, [DENSE], 1, "cpu")[DENSE].median == 4
+    monkeypatch.undo()
+    before = len(pipe.noise)
+    latency(run, [DENSE], 2, "cpu")
+    assert len(pipe.noise) == before + 4, "a rehearsal and a turn of both prompts"
 
 
 def test_the_main_table_has_fewer_steps_at_matched_flops_and_the_step_caches(tmp_path: Path, pipe: Prompted) -> None:

@@ -61,6 +61,7 @@ def evaluate(
     from shiva.evaluate.protocols import protocols
 
     name = Path(model).name if limit is None else f"{Path(model).name}-{limit}"
+    name = name if batch == 1 else f"{name}-by-{batch}"
     folder, candidates = folder_of(output, record, f"eval/{name}"), read_candidates(methods)
     known, chosen_seeds = protocols(), numbers("--seeds", seeds, int)
     wanted = select(known, protocol)

@@ -218,17 +218,23 @@ def latency(
 ) -> dict[str, Latency]:
     """Time of an image of each candidate, all in turns; on a busy machine only their ratios mean much.
 
-    Finished rounds are kept: a run that was killed goes on with the next.
+    A call holds as many prompts as those that drew the run's images. Finished rounds are kept: a run that was killed
+    goes on with the next.
     """
     key = f"{[(name, run.key(name)) for name in names]} {machine(torch.device(device))}"
     path = run.folder / "scores" / "seconds.json"
     found: list[dict[str, float]] = read_cache(path, key) or []
     while len(found) < rounds:
         timings = in_turns(run, names, progress)
-        found.append({name: timing.median for name, timing in timings.items()})
+        found.append({name: timing.median / len(timed(run)) for name, timing in timings.items()})
         write_cache(path, key, found)
     each = {name: Timing([seconds[name] for seconds in found]) for name in names}
     return {name: Latency(timing.median, timing.spread * timing.median) for name, timing in each.items()}
+
+
+def timed(run: Run) -> range:
+    """The prompts of the call that is timed."""
+    return range(min(run.settings.batch, len(run.prompts)))
 
 
 def in_turns(run: Run, names: Sequence[str], progress: Callable[[str], None]) -> dict[str, Timing]:
@@ -239,9 +245,9 @@ def in_turns(run: Run, names: Sequence[str], progress: Callable[[str], None]) ->
         def prepare(name: str) -> Callable[[], Any]:
             turn.close()
             turn.enter_context(run.attached(name))
-            image = functools.partial(run.draw, pipe, 0, [0], run.steps(run.candidates[name]))
-            image()  # what a session prepares once is no part of an image
-            return image
+            draw = functools.partial(run.draw, pipe, 0, timed(run), run.steps(run.candidates[name]))
+            draw()  # what a session prepares once is no part of an image
+            return draw
 
         calls = {name: functools.partial(prepare, name) for name in names}
         return interleave(calls, rounds=1, warmup=0, progress=progress)

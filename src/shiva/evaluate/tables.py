@@ -90,11 +90,11 @@ def costs(evaluation: Evaluation, shown: Comparison) -> tuple[Table, dict[str, A
         "Cost of a step",
         rows,
         "GFLOPs: true ones of a transformer call, a fill's own counted, a router's or a matching's not; of fewer "
-        "steps and step caches, those "
-        "of a whole run over dense's steps; MACs counted once: as the paper "
-        "counts, in linear layers; latency: of a whole image, median ± half the distance of the quartiles over turns "
-        "that all take; speed-up: dense's latency over the method's; limit: the speed-up that true FLOPs alone allow; "
-        "one-step: the prediction against dense at dense's noisy latents" + (untimed and f"; not timed: {untimed}"),
+        "steps and step caches, those of a whole run over dense's steps; MACs counted once: as the paper counts, in "
+        "linear layers; latency: of a whole image, --batch of them a call, median ± half the distance of the "
+        "quartiles over turns that all take; speed-up: dense's latency over the method's; limit: the speed-up that "
+        "true FLOPs alone allow; one-step: the prediction against dense at dense's noisy latents"
+        + (untimed and f"; not timed: {untimed}"),
     ), found
 
 
