@@ -273,7 +273,7 @@ def test_the_page_of_claims_is_the_committed_results() -> None:
 def test_the_page_says_where_1024_tokens_change_a_verdict() -> None:
     def record(*verdicts: str) -> dict[str, Any]:
         claims = [{"claim": f"claim {i}", "ours": f"{v} so", "verdict": v} for i, v in enumerate(verdicts)]
-        return {"name": "selection", "command": "python", "claims": claims}
+        return {"name": "selection", "command": "python", "claims": claims, "details": {}}
 
     small, large = record("reproduced", "not reproduced"), record("reproduced", "reproduced")
     lines = claims_page.on_1024_tokens([small], [large])
@@ -282,6 +282,12 @@ def test_the_page_says_where_1024_tokens_change_a_verdict() -> None:
     assert "`selection`" not in lines[2]
     assert lines[-2].endswith("| still reproduced |")
     assert lines[-1].endswith("| not reproduced so | reproduced so | **reproduced**, on 256 tokens not reproduced |")
+
+    single = {**record("reproduced in direction", "not reproduced"), "details": {"seeds": [0]}}
+    lines = claims_page.on_1024_tokens([record("reproduced", "reproduced")], [single])
+    assert "1 of 2 verdicts are others" in lines[2]
+    assert lines[-2].endswith("| reproduced in direction, one seed |")
+    assert lines[-1].endswith("| **not reproduced**, on 256 tokens reproduced |")
 
 
 @pytest.mark.parametrize("name", [*SYNTHETIC, *ON_THE_MODEL])

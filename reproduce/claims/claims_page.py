@@ -6,6 +6,7 @@ shiva validate --write-docs
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +47,43 @@ def load_large(folder: Path = KEPT / LARGE) -> list[Record]:
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
-def on_both(records: list[Record], large: list[Record]) -> list[tuple[str, Record, Record]]:
-    """Claims that were measured on both models, with the name of their experiment."""
+@dataclass(frozen=True)
+class Twice:
+    """A claim of one experiment that was measured on both models."""
+
+    name: str
+    small: Record
+    large: Record
+    single: bool
+    """The larger model's is of one seed, which cannot show an order to be more than "in direction"."""
+
+    @property
+    def changed(self) -> bool:
+        return self.large["verdict"] != self.small["verdict"] and not self.undecided
+
+    @property
+    def undecided(self) -> bool:
+        verdicts = (self.small["verdict"], self.large["verdict"])
+        return self.single and verdicts == ("reproduced", "reproduced in direction")
+
+    @property
+    def verdict(self) -> str:
+        if self.changed:
+            return f"**{self.large['verdict']}**, on 256 tokens {self.small['verdict']}"
+        return f"{'' if self.undecided else 'still '}{self.large['verdict']}{', one seed' if self.single else ''}"
+
+
+def on_both(records: list[Record], large: list[Record]) -> list[Twice]:
     known = {(record["name"], claim["claim"]): claim for record in records for claim in record["claims"]}
-    every = [(record["name"], claim) for record in large for claim in record["claims"]]
-    return [(name, known[name, claim["claim"]], claim) for name, claim in every]
+    return [
+        Twice(record["name"], known[record["name"], claim["claim"]], claim, record["details"].get("seeds") == [0])
+        for record in large
+        for claim in record["claims"]
+    ]
 
 
-def changes(both: list[tuple[str, Record, Record]]) -> str:
-    other = sum(small["verdict"] != large["verdict"] for _, small, large in both)
+def changes(both: list[Twice]) -> str:
+    other = sum(claim.changed for claim in both)
     return f"{other} of {len(both)} verdicts are others" if other else f"all {len(both)} verdicts are the same"
 
 
@@ -66,18 +95,17 @@ def on_1024_tokens(records: list[Record], large: list[Record]) -> list[str]:
         "## On 1024 tokens",
         "",
         f"On `models/{LARGE}` {changes(both)}. What needs no trained model, or is measured at real shapes, does not "
-        f"depend on it. {f'Not run there: {absent}. ' if absent else ''}Measured by:",
+        f"depend on it. {f'Not run there: {absent}. ' if absent else ''}Of one seed an order is *in direction* at "
+        "best, which is no other verdict than *reproduced*. Measured by:",
         "",
         *(f"- `{record['command']}` ([JSON](../results/validate/{LARGE}/{record['name']}.json))" for record in large),
         "",
         "| Experiment | Claim | 256 tokens | 1024 tokens | Verdict |",
         "|---|---|---|---|---|",
     ]
-    for name, small, big in both:
-        verdict = f"still {big['verdict']}"
-        if small["verdict"] != big["verdict"]:
-            verdict = f"**{big['verdict']}**, on 256 tokens {small['verdict']}"
-        lines.append(f"| `{name}` | {cell(big['claim'])} | {cell(small['ours'])} | {cell(big['ours'])} | {verdict} |")
+    for claim in both:
+        cells = (claim.large["claim"], claim.small["ours"], claim.large["ours"], claim.verdict)
+        lines.append(f"| `{claim.name}` | {' | '.join(map(cell, cells))} |")
     return lines
 
 

@@ -157,6 +157,7 @@ def run(
         "steps": task.steps,
         "guidance": task.guidance,
         "trained": "given" if checkpoints else bench.seen,
+        "seeds": list(range(max(map(len, groups.values())))),
     }
     return Result("selection", "Learned and unlearned selection", claims, details)
 
