@@ -16,10 +16,7 @@ from shiva.core.cost import ZERO, Flops, count
 STEPS = 3
 
 
-def methods(keys: bool) -> list[Any]:
-    attends = "all" if keys else "selected"
-    sweep = shiva.Sweep(budget=0.6, attends=attends)
-    return [shiva.Shiva(budget=0.5), sweep, shiva.Lattice(budget=0.5), shiva.ToMeSD()]
+METHODS = (shiva.Shiva(budget=0.5), shiva.Sweep(budget=0.6), shiva.Lattice(budget=0.5), shiva.ToMeSD())
 
 
 def counting(session: shiva.Session) -> list[Flops]:
@@ -44,12 +41,14 @@ def test_a_run_is_reduced_by_every_kind_of_method(name: str, tmp_path: Path) -> 
     dense = tiny.draw(pipe)
     with shiva.attach(pipe, shiva.Shiva(budget=1.0)):
         assert torch.equal(tiny.draw(pipe), dense)
-    for config in methods(tiny.keys):
+    for config in METHODS:
         with shiva.attach(pipe, config) as session:
             spent = counting(session)
             assert tiny.draw(pipe).isfinite().all()
             assert_tracked(session, tiny)
             summary = session.summary()
+            if isinstance(config, shiva.Sweep):
+                assert session.method.whole_keys == tiny.keys, "all tokens are attended to where they can be"
             if isinstance(config, shiva.Sweep) and name != "klein kv":  # whose calls are not of one length
                 ran = sum(spent, ZERO)
                 assert summary.flops.attention == pytest.approx(ran.attention)

@@ -19,7 +19,6 @@ import torch
 from PIL import Image, ImageChops
 from typer.testing import CliRunner
 
-import shiva
 from browser import PATIENCE, PHONE, TOO_WIDE, UNNAMED, become_a_phone, complaints, installed, open_browser, requested
 from shiva.cli import app
 from shiva.evaluate.drawing import Outcome, load_with_arguments
@@ -399,10 +398,3 @@ def test_a_person_types_drags_and_sees_both_images_and_the_figures_change(studio
             assert complaints(browser) == []
     finally:
         page.close()
-
-
-def test_a_sweep_is_offered_as_the_transformer_can_run_it() -> None:
-    """Where keys have no projection of their own, tokens attend to those that run."""
-    usual = shiva.Sweep(budget=0.6, attends="selected")
-    assert Way(shiva.Sweep()).as_can(usual).source == shiva.Sweep(attends="selected")
-    assert Way(shiva.ToMeSD()).as_can(usual) == Way(shiva.ToMeSD())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import peft
@@ -42,8 +43,11 @@ def two_steps(model: Any, tiny: Tiny) -> Tensor:
 
 @pytest.mark.parametrize("backbone", [name for name, tiny in PATTERNS.items() if not tiny.keys])
 def test_a_class_whose_keys_cannot_be_whole_says_so(backbone: str) -> None:
+    model = PATTERNS[backbone].make()
     with pytest.raises(ValueError, match="attends='selected'"):
-        shiva.attach(PATTERNS[backbone].make(), SWEEP)
+        shiva.attach(model, replace(SWEEP, attends="all"))
+    with shiva.attach(model, SWEEP) as session:
+        assert session.method.config.attends == "selected"
 
 
 @pytest.mark.parametrize("backbone", TABLE)
@@ -117,7 +121,9 @@ def test_refusals() -> None:
     fused: Any = BACKBONES["flux"].make()
     fused.fuse_qkv_projections()
     with pytest.raises(ValueError, match="unfuse_qkv_projections"):
-        shiva.attach(fused, SWEEP)
+        shiva.attach(fused, replace(SWEEP, attends="all"))
+    with shiva.attach(fused, SWEEP) as session:
+        assert session.method.config.attends == "selected"
     model = make_sd3()
     with shiva.attach(model, CONFIGS["NeuralSort"]) as session:
         session.method.train()

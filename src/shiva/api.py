@@ -53,7 +53,7 @@ def attach(
     backbone = backbone_of(transformer)
     spec = backbone.spec(transformer)
     if method is None:
-        method = default_for(backbone, transformer).changed(overrides)
+        method = Sweep(budget=DEFAULT, fill="auto").changed(overrides)
         logger.warning("no method was named: taking %s, which needs no training", method)
     chosen = resolve(method)
     built: Method
@@ -63,7 +63,7 @@ def attach(
             checkpoint.check(spec)
             built = checkpoint.method(**overrides)
         elif isinstance(chosen, MethodConfig):
-            built = chosen.changed(overrides).build(spec)
+            built = as_can(chosen.changed(overrides), backbone, transformer).build(spec)
         elif overrides:
             raise ValueError(
                 f"a built {type(chosen).__name__} takes no options ({', '.join(overrides)}); pass its config"
@@ -110,15 +110,20 @@ def resolve(method: Any) -> ShivaCheckpoint | MethodConfig | Method:
     )
 
 
-def default_for(backbone: Backbone, transformer: nn.Module) -> Sweep:
-    """Sweep, which needs no training, as this transformer can run it.
-
-    In runs too short for cached updates its skipped tokens take a similar token's; where keys have no projection of
-    their own, tokens attend to those that run.
-    """
+def as_can(config: MethodConfig, backbone: Backbone, transformer: nn.Module) -> MethodConfig:
+    """A method that would attend to all tokens, where keys have no projection of their own: to those that run."""
+    if getattr(config, "attends", None) != "auto":
+        return config
     sites = backbone.sites(transformer)
     keyed, blocks = ({site.layer for site in sites if site.kind == kind} for kind in ("keys", "block"))
-    return Sweep(budget=DEFAULT, fill="auto", attends="all" if blocks <= keyed else "selected")
+    if blocks <= keyed:
+        return config
+    logger.warning(
+        "blocks of %s project no keys apart: the tokens that run attend to one another alone (attends='selected'); if "
+        "they were fused, unfuse_qkv_projections() before attach",
+        type(transformer).__name__,
+    )
+    return config.changed({"attends": "selected"})
 
 
 def public_methods() -> dict[str, type[MethodConfig]]:

@@ -23,7 +23,7 @@ from shiva.ops.topk import hard_topk
 
 SHORTCUT = "shortcut."
 """How the names of the fill's own weights begin."""
-Attends = Literal["selected", "all", "fresh"]
+Attends = Literal["selected", "all", "fresh", "auto"]
 KEPT_TOKENS = 2**18
 """Choices that look at no token are kept from image to image, of so many tokens in all. What a fill knows of their
 places takes 300 bytes a token."""
@@ -49,7 +49,8 @@ class PrunerOptions(ShortcutOptions):
     elsewhere. None runs them always."""
     attends: Attends = "selected"
     """What the selected attend to: selected (the paper), or all: by the keys and values that the others last had if
-    their updates are cached, by fresh ones otherwise; fresh, by fresh ones of what the others are believed to be."""
+    their updates are cached, by fresh ones otherwise; fresh, by fresh ones of what the others are believed to be;
+    auto, all where the model projects keys apart from the rest, else selected."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

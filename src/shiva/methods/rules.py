@@ -47,7 +47,7 @@ class Sweep(PrunerOptions, CountOptions):
     """
 
     fill: FillName = "cached"
-    attends: Attends = "all"
+    attends: Attends = "auto"
     tilt: float = 2.0
 
     presets: ClassVar = {"paper": {}}

@@ -6,15 +6,14 @@ import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shiva.api import attach, default_for
-from shiva.backbones.base import backbone_of
+from shiva.api import attach
 from shiva.checkpoint import ShivaCheckpoint
 from shiva.core.context import StepContext
 from shiva.core.cost import CostModel
@@ -56,10 +55,6 @@ class Way:
     @property
     def config(self) -> MethodConfig | None:
         return self.source.method_config if isinstance(self.source, ShivaCheckpoint) else self.source
-
-    def as_can(self, usual: Sweep) -> Way:
-        """The same, where it is a sweep with what this transformer can do of it."""
-        return Way(replace(self.source, attends=usual.attends)) if isinstance(self.source, Sweep) else self
 
     def options(self, budget: float) -> dict[str, Any]:
         if isinstance(self.config, ToMeSD):
@@ -184,14 +179,13 @@ class Studio:
     def __init__(
         self, pipe: Any, ways: Mapping[str, Way] | None = None, guidance: float = 4.0, **arguments: Any
     ) -> None:
-        usual = default_for(backbone_of(pipe.transformer), pipe.transformer)
-        self.ways = {name: way.as_can(usual) for name, way in (ways or ways_for("")).items()}
+        self.ways = dict(ways or ways_for(""))
         self.pipe, self.guidance, self.arguments = pipe, guidance, arguments
         self._lock = threading.Lock()
         self._warm: set[str] = set()
         self._dense: OrderedDict[tuple[str, int, int], Outcome] = OrderedDict()
         self._costs: dict[str, CostModel] = {}
-        with attach(pipe, Sweep(budget=0.6, attends=usual.attends)) as session, session.trace() as trace:
+        with attach(pipe, Sweep(budget=0.6)) as session, session.trace() as trace:
             self._warm_up()
             self.spec, self.grid, self.cost = session.spec, trace.grid, session.cost_model()
 
