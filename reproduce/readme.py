@@ -87,8 +87,8 @@ def on_the_turbo(shown: Sequence[str]) -> str:
     about = (
         f"*{measured_on(document)}, no guidance. "
         "The number behind a name is the percentage of tokens computed. What is trained has the same adapter, target "
-        "and images: Shiva, identity (the paper's: a skipped token gets nothing), NeuralSort, DyDiT and the trained 2 "
-        "steps. Lattice is fitted in a minute; the others need neither. "
+        "and images; identity is the paper's: a skipped token gets nothing. Lattice is fitted in a minute; Sweep and "
+        "what merges tokens need neither. "
         f"`{COMMAND}` prints it.*"
     )
     return "\n".join([*table_of(document, shown), "", about])

@@ -33,7 +33,7 @@ def print_version(wanted: bool) -> None:
 def shiva(
     version: bool = typer.Option(False, "--version", is_eager=True, callback=print_version, help="Print the version."),
 ) -> None:
-    """Faster Diffusion Transformers: learned token selection for diffusers pipelines."""
+    """Faster Diffusion Transformers: each block computes only some of the image's tokens."""
 
 
 def main() -> None:

@@ -78,7 +78,7 @@ def step(
     batch: Batch = None,
     budgets: Budgets = "0.9,0.8,0.7,0.6",
     flat: Flat = False,
-    sweeps: Annotated[str, typer.Option(help="Budgets of the moving band that attends to all tokens")] = "0.6,0.4",
+    sweeps: Annotated[str, typer.Option(help="Budgets of Sweep")] = "0.6,0.4",
     lattices: Annotated[str, typer.Option(help="Budgets of Lattice, with its fill")] = "",
     baselines: Annotated[bool, typer.Option(help="Every other method too; in a checkout as the paper ran it")] = False,
     compiled: Annotated[bool, typer.Option("--compiled", help="Compile dense and every method")] = False,

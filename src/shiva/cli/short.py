@@ -22,7 +22,7 @@ def demo(
 ) -> None:
     """Draw eight prompts dense and by several methods on the embedded model, and show images, time and FLOPs.
 
-    The model is in a checkout (models/), or comes with `pip install shiva-dit-models`; nothing is downloaded.
+    The model is in a checkout (models/), or in the package shiva-dit-models (`make wheels`); nothing is downloaded.
     """
     from shiva.evaluate.checkout import BASE, embedded
 
