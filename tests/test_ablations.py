@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from reproduce.claims import (
@@ -298,3 +299,12 @@ def test_maps_are_judged_by_foreground_and_texture() -> None:
 
     assert verdicts(0.6, 0.1) == ["reproduced"] * 2
     assert verdicts(0.4, 0.1) == verdicts(0.6, -0.1) == ["not reproduced"] * 2
+
+
+@pytest.mark.parametrize("side", [64, 128])
+def test_pictures_of_any_size_are_cut_into_a_patch_a_token(side: int) -> None:
+    image = Image.new("L", (side, side), 255)
+    image.putpixel((5, 2), 0)
+    patches = router_maps.patches(image)
+    assert patches.shape == ((side // 4) ** 2, 16)
+    assert patches.amin(1).argmin() == 1

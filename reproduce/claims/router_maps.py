@@ -4,7 +4,7 @@
 
 The paper shows masks that "concentrate active tokens on semantic regions and texture-rich areas", and heatmaps and
 histograms of routers warmed up at stratified and at fixed ratios. Here: routers of training_strategy.py along a dense
-run of 25 steps, guidance 3. An emoji stands on white, so the dense run's final image says which of the 256 tokens show
+run of 25 steps, guidance 3. An emoji stands on white, so the dense run's final image says which tokens show
 something (any pixel of the 4x4 patch off white) and how much texture each has (its pixels' deviation). *Foreground*:
 the chance that a token of the emoji is scored above one of the background, 0.5 where scores know nothing.
 *Texture*: the rank correlation of score and texture among the emoji's own tokens. Both over all steps, layers and
@@ -28,7 +28,7 @@ from reproduce.claims.selection import PROMPTS, DenseRun, Task
 from reproduce.claims.trained_block import load
 from reproduce.claims.training_strategy import VARIANTS
 
-SIDE, PATCH, WHITE = 16, 4, 250
+PATCH, WHITE = 4, 250
 FIFTHS = ("early", "late")
 COLUMNS = {
     "foreground": "foreground",
@@ -39,9 +39,9 @@ COLUMNS = {
 
 
 def patches(image: Any) -> Tensor:
-    """Grey values (tokens, pixels of a patch) of a 64x64 picture."""
+    """Grey values (tokens, pixels of a patch) of a picture, a token for every 4x4 pixels."""
     grey = torch.from_numpy(np.asarray(image.convert("L"))).float()
-    return grey.unfold(0, PATCH, PATCH).unfold(1, PATCH, PATCH).reshape(SIDE * SIDE, PATCH * PATCH)
+    return grey.unfold(0, PATCH, PATCH).unfold(1, PATCH, PATCH).flatten(2).flatten(0, 1)
 
 
 def shown_by(pixels: Tensor) -> Tensor:
