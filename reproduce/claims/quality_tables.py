@@ -24,7 +24,7 @@ PROMPTS = {"emoji": 64, "emoji-128": 32}
 """That those were run on, with one seed."""
 SMALL = ("seeds", "heldout")
 """On 16 prompts."""
-ALSO = {"emoji": ("matched-61.6", "int8")}
+ALSO = {"emoji": ("matched-61.6", "int8"), "emoji-128": ("int8",)}
 """Of the large ones, what was run on some models alone."""
 POINTS = {"Shiva 90": 12.15, "Shiva 80": 13.83, "Shiva 70": 15.74, "Shiva 60": 16.42}
 """With the paper's FID."""
@@ -242,8 +242,7 @@ def int8_scope(t: Tables) -> Claim:
         "ΔFID +0.616, then +2.824",
         f"ΔFréchet {few:+.1f}, then {many:+.1f}",
         judge(False, 0 < few < many),
-        f"Of a loss too small for 64 prompts. PSNR to dense has the paper's order: {listed(psnr, '.2f')} dB from "
-        "none to most.",
+        f"Of a loss too small for {t['prompts']} prompts. PSNR to dense: {listed(psnr, '.2f')} dB from none to most.",
     )
 
 
