@@ -28,7 +28,7 @@ from reproduce.protocols import PROTOCOLS, leading_first
 from shiva.cli import app
 from shiva.cli.generate import choose, generate
 from shiva.cli.terminal import numbers
-from shiva.evaluate.candidates import Candidate, Candidates, read_candidates
+from shiva.evaluate.candidates import Candidate, Candidates, fingerprint, read_candidates
 from shiva.evaluate.costs import Prices, record, replay
 from shiva.evaluate.drawing import Workers, noise_seed
 from shiva.evaluate.evaluation import Evaluation
@@ -174,6 +174,18 @@ def test_a_changed_config_under_the_same_name_is_an_error(evaluation: Evaluation
     fewer = make(evaluation.folder, pipe, prompts=PROMPTS.limited(2))
     with pytest.raises(ValueError, match="2 prompts, not the same as the 3 there"):
         fewer.complete(fewer.run(), ["ToMeSD"], [0])
+
+
+def test_the_weights_of_a_linked_component_are_part_of_a_models_fingerprint(tmp_path: Path) -> None:
+    vae = tmp_path / "small" / "vae" / "model.safetensors"
+    vae.parent.mkdir(parents=True)
+    vae.write_bytes(b"one")
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "vae").symlink_to("../small/vae")
+    before = fingerprint(tmp_path / "large")
+    assert before == fingerprint(tmp_path / "small")
+    vae.write_bytes(b"two")
+    assert fingerprint(tmp_path / "large") != before
 
 
 def test_a_missing_checkpoint_is_left_out_with_the_way_to_train_it(tmp_path: Path, pipe: Prompted) -> None:

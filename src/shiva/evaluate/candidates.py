@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -166,11 +167,15 @@ def flatten(session: Session) -> None:
 
 
 def fingerprint(folder: Path) -> str | None:
-    """Of a model's or checkpoint's folder: names, sizes, and both ends of weights and configs; None for a hub id."""
+    """Of a model's or checkpoint's folder: names, sizes, and both ends of weights and configs; None for a hub id.
+
+    Components may be links to another model's.
+    """
     if not folder.is_dir():
         return None
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".safetensors", ".json")):
+    files = [Path(inside, name) for inside, _, names in os.walk(folder, followlinks=True) for name in names]
+    for path in sorted(path for path in files if path.suffix in (".safetensors", ".json")):
         size = path.stat().st_size
         with path.open("rb") as file:
             head = file.read(1 << 18)
