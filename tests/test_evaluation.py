@@ -350,13 +350,18 @@ def test_methods_are_brought_to_the_same_flops(evaluation: Evaluation) -> None:
     run.candidates["DiffCR"] = Candidate("DiffCR")
     with pytest.raises(ValueError, match="DiffCR has no knob at inference"):
         matched(prices, "DiffCR", target)
+    run.candidates |= {"1 step": Candidate(steps=1), "even": Candidate("NeuralSort", solver="even")}
+    for rival in ("1 step", "even"):
+        with pytest.raises(ValueError, match="only a method on dense's own steps can be turned"):
+            matched(prices, rival, target)
 
 
 def test_matched_protocol_brings_everyone_to_one_share_and_says_where_the_first_stands(
     tmp_path: Path, pipe: Prompted
 ) -> None:
     candidates = {**CANDIDATES, "NeuralSort": Candidate("NeuralSort"), "DiffCR": Candidate("DiffCR")}
-    tables = {"matched": ["random", "NeuralSort", "DiffCR"], "main": ["dense", "DiffCR"]}
+    candidates["1 step"] = Candidate(steps=1)
+    tables = {"matched": ["random", "NeuralSort", "DiffCR", "1 step"], "main": ["dense", "DiffCR"]}
     evaluation = make(tmp_path, pipe, candidates=Candidates(candidates, tables))
     found = PROTOCOLS["matched"](evaluation)
     assert found is not None
@@ -374,6 +379,7 @@ def test_matched_protocol_brings_everyone_to_one_share_and_says_where_the_first_
     words = {name: entry["stands"] for name, entry in against["metrics"].items()}
     assert against["not_ahead_on"] == [name for name, word in words.items() if word != "ahead"]
     assert "DiffCR left out: DiffCR has no knob" in quality.caption
+    assert "1 step left out: only a method on dense's own steps" in quality.caption
     main = PROTOCOLS["main"](evaluation)
     assert main is not None
     assert "left out" not in main.tables[0].caption

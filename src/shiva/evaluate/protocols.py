@@ -32,7 +32,8 @@ def matched(prices: Prices, name: str, target: float) -> Candidate:
     candidate = prices.run.candidates[name]
     source = candidate.source()
     config = source.method_config if isinstance(source, ShivaCheckpoint) else source
-    assert config is not None, "dense has nothing to turn"
+    if config is None or candidate.is_rival:
+        raise ValueError("only a method on dense's own steps can be turned; --protocol main and floor have whole runs")
     method = type(config).__name__
     path = prices.run.folder / "scores" / slug(name) / f"matched-{round(1000 * target)}.json"
     key = f"{prices.run.key(name)} {target}"
