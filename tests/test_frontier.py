@@ -17,7 +17,7 @@ from pipelines import PIPELINES, dit
 from shiva.bench.entries import Timing
 from shiva.cli import app
 from shiva.evaluate import frontier
-from shiva.evaluate.candidates import DENSE, Candidate
+from shiva.evaluate.candidates import DENSE, Candidate, Candidates
 from shiva.evaluate.costs import Weighed, latency, spend
 from shiva.evaluate.drawing import Workers
 from shiva.evaluate.evaluation import Evaluation
@@ -26,7 +26,7 @@ from shiva.evaluate.images import Run, Settings
 from shiva.evaluate.prompts import Prompt, PromptSet
 from shiva.evaluate.protocols import main
 from shiva.evaluate.rivals import magnitude_ratios, multistep
-from test_evaluation import Prompted, make
+from test_evaluation import CANDIDATES, Prompted, make
 
 STEPS = 6
 
@@ -170,6 +170,20 @@ def test_a_rival_that_has_a_row_already_gets_no_second(tmp_path: Path, pipe: Pro
     found = main(evaluation)
     assert found is not None
     assert [row[0] for row in found.tables[0].rows].count("3 steps") == 1
+
+
+def test_a_users_own_candidate_keeps_a_rivals_name(tmp_path: Path, pipe: Prompted) -> None:
+    own = {"magcache": Candidate(cache="MagCache", setting=9.0)}
+    own["TaylorSeer"] = Candidate(cache="TaylorSeer", setting=3)
+    candidates = Candidates({**CANDIDATES, **own}, {"main": ["dense", "random", "TaylorSeer"]})
+    settings = Settings("tiny", None, steps=4, guidance=3.0)
+    evaluation = make(tmp_path, pipe, rivals=True, candidates=candidates, settings=settings)
+    found = main(evaluation)
+    assert found is not None
+    names, run = [row[0] for row in found.tables[0].rows], evaluation.run()
+    assert {name: run.candidates[name] for name in own} == own
+    assert {"magcache", "TaylorSeer"} <= set(names)
+    assert "MagCache" not in names
 
 
 def test_a_metric_that_failed_for_one_seed_has_no_mean() -> None:

@@ -123,7 +123,10 @@ def overview(evaluation: Evaluation, protocol: str, title: str) -> Found | None:
 
 
 def beside_rivals(evaluation: Evaluation, shown: Comparison) -> Comparison:
-    """With what every user has for nothing: fewer steps of the dense model, at each method's FLOPs, and caches."""
+    """With what every user has for nothing: fewer steps of the dense model, at each method's FLOPs, and caches.
+
+    The user's own candidate of such a name takes its place.
+    """
     run, whole = shown.run, evaluation.settings.steps
 
     def counts() -> list[int]:
@@ -132,8 +135,10 @@ def beside_rivals(evaluation: Evaluation, shown: Comparison) -> Comparison:
         return sorted((count for count in nearest if 0 < count < whole), reverse=True)
 
     steps = {f"{count} steps": Candidate(steps=count) for count in evaluation.workers.found_by_main(counts)}
-    rivals = {**steps, **{cache: Candidate(cache=cache) for cache in get_args(CacheName)}}
-    run.candidates |= rivals
+    ways = {**steps, **{cache: Candidate(cache=cache) for cache in get_args(CacheName)}}
+    named = {slug(name): name for name in run.candidates}
+    rivals = {named.get(slug(name), name): way for name, way in ways.items()}
+    run.candidates = {**rivals, **run.candidates}
     names = evaluation.complete(run, list(rivals), shown.seeds)
     absent = {name: run.skipped[name] for name in rivals if name not in names}
     every = list(dict.fromkeys([*shown.names, *names]))
