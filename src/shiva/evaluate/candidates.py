@@ -72,6 +72,11 @@ class Candidate:
             raise ValueError(f"method {self.method} and checkpoint {self.checkpoint} exclude each other; give one")
         if isinstance(self.method, str):
             method_named(self.method)
+        if self.method is None and self.checkpoint is None and (self.options or self.flat):
+            ignored = f"options {', '.join(self.options)}" if self.options else "flat: true"
+            raise ValueError(f"{ignored} would change nothing; give a method or a checkpoint too")
+        if self.setting is not None and self.cache is None:
+            raise ValueError(f"setting {self.setting:g} would change nothing; give a cache too")
 
     @property
     def is_rival(self) -> bool:
@@ -81,7 +86,7 @@ class Candidate:
     @property
     def only_steps(self) -> bool:
         """Whether it is the dense pipeline but for its number of steps."""
-        return self == Candidate(steps=self.steps) and self.steps is not None
+        return self.steps is not None and dataclasses.replace(self, train="", paper="") == Candidate(steps=self.steps)
 
     def source(self) -> MethodConfig | ShivaCheckpoint | None:
         """What to attach; an error says which checkpoint is missing, and how to train it."""
