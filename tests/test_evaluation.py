@@ -403,10 +403,25 @@ def test_the_floor_holds_each_method_against_fewer_steps_at_its_own_flops(tmp_pa
     below = psnr["random 0.45"] - psnr["2 steps"]
     assert above["random 0.45"]["psnr"]["mean"] == pytest.approx(below, abs=1e-6), "below the cheapest it stays"
     document = {"results": found.figures, "settings": {"steps": 4}, "tables": [{"title": found.tables[0].title}]}
+    draw_floor(document, tmp_path / "psnr.png")
     for quality in document["results"]["quality"].values():
         quality["ssim"] = 0.5
     draw_floor(document, tmp_path / "floor.png")
     assert Image.open(tmp_path / "floor.png").size[0] > 1000
+    assert Image.open(tmp_path / "psnr.png").size[0] > 1000, "what was not measured has no panel"
+
+
+def test_without_a_dense_candidate_distances_to_it_are_left_out(tmp_path: Path, pipe: Prompted) -> None:
+    random = {f"random {k:g}": Candidate(method="Ranked", options={"flops": k}) for k in (0.6, 0.5)}
+    evaluation = make(tmp_path, pipe, candidates=Candidates({"1 step": Candidate(steps=1), **random}))
+    floor = PROTOCOLS["floor"](evaluation)
+    assert floor is not None
+    assert "PSNR to dense left out: no candidate called dense" in floor.tables[0].caption
+    draw_floor({"results": floor.figures, "settings": {"steps": 2}}, tmp_path / "floor.png")
+    evaluation.candidates.tables["matched"] = list(random)
+    found = PROTOCOLS["matched"](evaluation)
+    assert found is not None
+    assert found.tables[0].columns == ("random 0.6 against", "not ahead on")
 
 
 def test_shiva_is_refused_too_where_it_misses_the_target(evaluation: Evaluation) -> None:
@@ -522,6 +537,11 @@ def test_candidates_are_checked_at_the_door(tmp_path: Path) -> None:
         Candidates({"Shiva 80": Candidate(), "shiva-80": Candidate()})
     with pytest.raises(ValueError, match="tables.main has no option 'ToMa'"):
         Candidates({"ToMA": Candidate(method="ToMA")}, {"main": ["ToMa"]})
+    ignored: dict[str, dict[str, Any]] = {"options budget": {"options": {"budget": 0.5}}, "flat": {"flat": True}}
+    for what, given in {**ignored, "setting 0.1": {"setting": 0.1}}.items():
+        with pytest.raises(ValueError, match=f"{what}.* would change nothing; give a"):
+            Candidate(**given)
+    assert Candidate(steps=3, paper="3 steps").only_steps
     path = tmp_path / "candidates.yaml"
     path.write_text("candidates: {x: {method: ToMA, ratio: 1}}")
     with pytest.raises(ValueError, match="candidates.x has no option 'ratio'"):

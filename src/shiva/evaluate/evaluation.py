@@ -87,6 +87,9 @@ class Evaluation:
         path = run.folder / "scores" / slug(name) / f"{seed}.json"
         key = run.key(name, *([DENSE] if has_dense else []))
         known: dict[str, Any] = read_cache(path, key) or {}
+        if not has_dense:
+            needing = [m for m in self.metrics if m.needs == "dense"]
+            self.missing(run).update({m.name: f"no candidate called {DENSE} has its images" for m in needing})
         wanted = [m for m in self.metrics if m.needs != "dense" or against]
         fresh = [m for m in wanted if known.get(m.name, {}).get("source", "absent") != self._source(m)]
         if fresh:

@@ -116,18 +116,20 @@ def draw_frontier(document: dict[str, Any], path: Path) -> None:
 
 
 def draw_floor(document: dict[str, Any], path: Path) -> None:
-    """The same of `shiva eval --protocol floor`."""
+    """The same of `shiva eval --protocol floor`, by what was measured of every point."""
     results, points = document["results"], []
+    panels = {"psnr": "PSNR to dense, dB", "ssim": "SSIM to dense"}
     for name, quality in results["quality"].items():
-        if "psnr" not in quality:
+        if not panels.keys() & quality.keys():
             continue  # dense itself
         cost, steps = results["cost"][name], re.fullmatch(r"(\d+) steps?", name)
         kind = "fewer steps" if steps else "tokens"
         point = {"name": name, "kind": kind, "steps": int(steps[1]) if steps else None, "flops": cost["share"]}
         point["combined"] = "," in name
         points.append({**point, "time": 1 / cost["speedup"] if cost["speedup"] else None, **quality})
-    panels = {"psnr": "PSNR to dense, dB", "ssim": "SSIM to dense"}
-    draw_plane(points, panels, f"{document['settings']['steps']} steps; band: the front", path)
+    measured = {key: heading for key, heading in panels.items() if points and all(key in point for point in points)}
+    if measured:
+        draw_plane(points, measured, f"{document['settings']['steps']} steps; band: the front", path)
 
 
 def draw_plane(points: list[dict[str, Any]], panels: dict[str, str], title: str, path: Path) -> None:
