@@ -13,8 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 import shiva
+from baseline_tools import SPEC
 from pipelines import PIPELINES, dit
 from shiva.bench.entries import Timing
+from shiva.checkpoint import ShivaCheckpoint
 from shiva.cli import app
 from shiva.evaluate import frontier
 from shiva.evaluate.candidates import DENSE, Candidate, Candidates
@@ -194,7 +196,7 @@ def test_a_metric_that_failed_for_one_seed_has_no_mean() -> None:
 
 
 def test_the_grid_says_what_each_way_is() -> None:
-    pruned = frontier.budgeted("Sweep", (0.6, 0.4)) | frontier.budgeted("ToMeSD", (0.6,))
+    pruned = frontier.pruning(["sweep"], (0.6, 0.4)) | frontier.pruning(["ToMeSD"], (0.6,))
     grid = make_grid(8, frontier.fewer(8), pruned, ["MagCache"])
     kinds = {name: kind_of(way, grid[DENSE]) for name, way in grid.items()}
     assert frontier.fewer(8) == (6, 4, 3, 2)
@@ -210,6 +212,18 @@ def test_the_grid_says_what_each_way_is() -> None:
     held = make_grid(8, (4,), pruned, [], solver="multistep")
     assert {name for name in held if "even" in name} == {"8 even", "4 even"}
     assert held["Sweep 0.6"].solver == held[DENSE].solver == "multistep"
+
+
+def test_checkpoints_keep_their_names_apart_and_turn_only_what_they_may(tmp_path: Path) -> None:
+    for name, config in {"a": shiva.Shiva(), "b": shiva.Lattice(), "c": shiva.DiffCR(), "d": shiva.DyDiT()}.items():
+        ShivaCheckpoint.of(config.build(SPEC)).save_pretrained(tmp_path / name / "checkpoint")
+    folders = [str(tmp_path / name / "checkpoint") for name in "abcd"]
+    found = frontier.pruning(folders, (0.6, 0.4))
+    assert list(found) == ["a 0.6", "a 0.4", "b 0.6", "b 0.4", "c", "d"]
+    assert list(frontier.pruning(folders[:1], (0.6,))) == ["checkpoint 0.6"]
+    for repeated in (folders[:1] * 2, ["sweep", "Sweep"]):
+        with pytest.raises(ValueError, match="twice; pass it once"):
+            frontier.pruning(repeated, (0.6,))
 
 
 def point(name: str, kind: Any, time: float, to_dense: float) -> Point:
@@ -232,8 +246,8 @@ def test_the_command_ends_with_a_front_a_figure_and_a_sentence_and_goes_on_where
     dit().save_pretrained(tmp_path / "dit")
     (tmp_path / "prompts.txt").write_text("1\n2")
     arguments = ["frontier", tmp_path / "dit", "--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "out"]
-    arguments += ["--steps", 2, "--guidance", 1, "--methods", "Sweep,Lattice", "--budgets", 0.5, "--fit", 2]
-    arguments += ["--caches", "MagCache", "--rounds", 0, "--metrics", "psnr"]
+    arguments += ["--steps", 2, "--guidance", 1, "--methods", "sweep,lattice", "--budgets", 0.5, "--fit", 2]
+    arguments += ["--caches", "MagCache", "--rounds", 0, "--metrics", "mse"]
     found = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
     assert found.exit_code == 0
     assert "of the FLOPs use" in found.output
@@ -241,6 +255,7 @@ def test_the_command_ends_with_a_front_a_figure_and_a_sentence_and_goes_on_where
     names = {entry["name"] for entry in document["results"]["points"]}
     assert {"dense", "1 step", "2 multistep", "Sweep 0.5", "Lattice 0.5", "Lattice all 0.5"} <= names
     assert "spacing of its own" in document["results"]["absent"]["1 even"]
+    assert "MSE to dense" in document["tables"][0]["columns"], "a distance to dense that was asked for"
     assert (tmp_path / "out" / "frontier.png").stat().st_size > 10_000
     images = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "images").rglob("*.png")}
     CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)

@@ -44,7 +44,7 @@ def frontier(
     height: Height = None,
     width: Width = None,
     metrics: Annotated[
-        str | None, typer.Option(help="Metrics by name, separated by commas; else all there are")
+        str | None, typer.Option(help="Metrics by name, separated by commas; else all but distances to dense")
     ] = None,
     rounds: Annotated[int, typer.Option(min=0, help="Turns of the time measurement; 0 compares FLOPs alone")] = 3,
     threads: Threads = None,
@@ -76,9 +76,7 @@ def frontier(
     if wrong:
         raise ValueError(f"--fewer {wrong[0]} is not fewer than --steps {steps}; pass numbers from 1 to {steps - 1}")
     wanted_caches, base = known("--caches", caches, CacheName), known("--solver", solver, Solver)[0]
-    pruned: dict[str, Candidate] = {}
-    for method in filter(None, methods.split(",")):
-        pruned |= measuring.budgeted(method, shares)
+    pruned = measuring.pruning([method for method in methods.split(",") if method], shares)
     quiet()
     size: Any = {"height": height, "width": width}
     shared = prepare(model, device, dtype, steps=steps, guidance=guidance, **size)
@@ -86,17 +84,18 @@ def frontier(
     drawn, others = prompt_sets(pipe, prompts, limit, fit)
     console = Console(width=None if Console().is_terminal else 180)
     with progress_line() as progress:
-        if fit and any(name.startswith(FITTED) for name in pruned):
+        if fit and any(way.method == FITTED for way in pruned.values()):
             asked = {name: value for name, value in size.items() if value is not None}
+            given = {**settings.arguments, **asked}
             with solving(pipe(), base):
-                pruned = with_fit(pruned, folder, pipe(), settings, others, {**settings.arguments, **asked}, progress)
+                pruned = with_fit(pruned, folder, pipe(), settings, base, others, given, progress)
         evaluation = Evaluation(
             **shared,
             candidates=Candidates(measuring.make_grid(steps, fewer_steps, pruned, wanted_caches, base)),
             folder=folder,
             prompts=drawn,
             held_out=None,
-            metrics=[m for m in chosen(metrics and metrics.split(","), tools) if m.needs != "dense"],
+            metrics=[m for m in chosen(metrics and metrics.split(","), tools) if metrics or m.needs != "dense"],
             seeds=numbers("--seeds", seeds, int),
             rounds=rounds,
             progress=progress,
@@ -142,6 +141,7 @@ def with_fit(
     folder: Path,
     pipe: Any,
     settings: Any,
+    solver: str,
     others: list[str],
     arguments: dict[str, Any],
     progress: Any,
@@ -152,7 +152,7 @@ def with_fit(
     from shiva.evaluate.costs import read_cache, write_cache
     from shiva.fitting import fit as fit_pipeline
 
-    target, key = folder / "fitted", repr((dataclasses.asdict(settings), others))
+    target, key = folder / "fitted", repr((dataclasses.asdict(settings), solver, others))
     if read_cache(target / "key.json", key) is None:
         how: dict[str, Any] = {"steps": (settings.steps,), "guidance": settings.guidance, "seed": 1}
         fitted = fit_pipeline(pipe, others, progress=progress, arguments=arguments, **how)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from shiva.bench.table import Table
+from shiva.checkpoint import ShivaCheckpoint
 from shiva.evaluate.candidates import DENSE, Candidate, method_named
 from shiva.evaluate.evaluation import Evaluation
 from shiva.evaluate.metrics.pixels import IDENTICAL, paired, psnr
@@ -47,15 +48,29 @@ def converged(steps: int) -> int:
     return max(100, 4 * steps)
 
 
-def budgeted(method: str, budgets: Sequence[float]) -> dict[str, Candidate]:
-    """A method, or a checkpoint's folder, at several shares of the tokens; as it is if it has no such knob."""
-    trained = Path(method).is_dir()
-    given: dict[str, Any] = {"checkpoint": method} if trained else {"method": method}
-    knob = "budget" if trained else method_named(method).knob
-    name = Path(method).name if trained else method
+def pruning(methods: Sequence[str], budgets: Sequence[float]) -> dict[str, Candidate]:
+    """Methods and checkpoints' folders at several shares of the tokens; folders of one name go by their parents'."""
+    folders = {method: Path(method).resolve() for method in methods if Path(method).is_dir()}
+    names = [folders[m].name if m in folders else method_named(m).__name__ for m in methods]
+    found: dict[str, Candidate] = {}
+    for method, plain in zip(methods, names, strict=True):
+        name = folders[method].parent.name if method in folders and names.count(plain) > 1 else plain
+        made = budgeted(name, Candidate(checkpoint=method) if method in folders else Candidate(method=name), budgets)
+        if found.keys() & made.keys():
+            raise ValueError(f"--methods names {name} twice; pass it once, or rename the folder")
+        found |= made
+    return found
+
+
+def budgeted(name: str, candidate: Candidate, budgets: Sequence[float]) -> dict[str, Candidate]:
+    """A candidate at several shares of the tokens; as it is if it has no such knob, or was trained to one share."""
+    source = candidate.source()
+    trained = isinstance(source, ShivaCheckpoint)
+    config = source.method_config if isinstance(source, ShivaCheckpoint) else source
+    knob = None if config is None or (trained and config.knob in config.fixed) else config.knob
     if knob not in ("budget", "keep"):
-        return {name: Candidate(**given)}
-    return {f"{name} {budget:g}": Candidate(**given, options={knob: budget}) for budget in budgets}
+        return {name: candidate}
+    return {f"{name} {at:g}": dataclasses.replace(candidate, options={knob: at}) for at in budgets}
 
 
 def make_grid(
@@ -120,7 +135,7 @@ class Point:
     to_converged: float
     """PSNR in dB to the converged run."""
     quality: dict[str, float] = field(default_factory=dict)
-    """Metrics that do not ask for the same image as dense, by name."""
+    """Other metrics, by name."""
 
     @property
     def cost(self) -> float:
