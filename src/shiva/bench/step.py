@@ -49,7 +49,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A method that cannot run at this shape, and why."""
+    """A method that cannot run, or not compiled, at this shape, and why."""
 
     name: str
     reason: str
@@ -69,14 +69,15 @@ def measure_step(
     running, skipped = {}, []
     for name, entry in entries.items():
         try:
-            running[name] = Attached(entry, transformer, call)
+            attached = Attached(entry, transformer, call)
+            if compiled:
+                attached.session.compile()
+            running[name] = attached
         except ValueError as error:
             skipped.append(Skipped(name, str(error)))
     dense_model: Any = twin(transformer)
     if compiled:
         dense_model = torch.compile(dense_model)
-        for attached in running.values():
-            attached.session.compile()
     turns: dict[str, Callable[[], Callable[[], Any]]] = {DENSE: lambda: lambda: dense_model(**call)}
     turns |= {name: attached.prepare for name, attached in running.items()}
     with torch.inference_mode():
