@@ -74,7 +74,10 @@ class Prompted:
     def scheduler(self, scheduler: Any) -> None:
         self.real.scheduler = scheduler
 
-    def __call__(self, prompt: list[str], guidance_scale: float, **arguments: Any) -> Any:
+    def __call__(
+        self, prompt: list[str], guidance_scale: float, height: Any = None, width: Any = None, **arguments: Any
+    ) -> Any:
+        arguments |= {"height": height, "width": width}
         self.noise += [generator.initial_seed() for generator in arguments["generator"]]
         given = call_sd3(1, guidance_scale)
         shift = [torch.tensor(float(ord(text[0]) % 7)) / 7 for text in prompt]
@@ -157,10 +160,11 @@ def test_noise_of_many_seeds_and_prompts_never_repeats() -> None:
 
 def test_a_changed_config_under_the_same_name_is_an_error(evaluation: Evaluation, pipe: Prompted) -> None:
     evaluation.complete(evaluation.run(), ["ToMeSD"], [0])
-    other = Candidates({**CANDIDATES, "ToMeSD": Candidate(method="ToMeSD", preset="paper", options={"ratio": 0.5})})
-    changed = make(evaluation.folder, pipe, candidates=other)
-    with pytest.raises(ValueError, match=r"options.ratio is 0.5, was 0.25; give the candidate another name"):
+    half = Candidate(method="ToMeSD", preset="paper", options={"ratio": 0.5})
+    changed = make(evaluation.folder, pipe, candidates=Candidates({**CANDIDATES, "ToMeSD": half, "dense": half}))
+    with pytest.raises(ValueError, match=r"options.ratio is 0.5, was 0.25; pass another --output, or") as refused:
         changed.complete(changed.run(), ["ToMeSD"], [0])
+    assert "images of 'dense' made otherwise: method is ToMeSD" in str(refused.value), "all that changed at once"
     renamed = make(
         evaluation.folder,
         pipe,
@@ -602,6 +606,19 @@ def test_a_pipeline_of_classes_is_evaluated(tmp_path: Path) -> None:
     assert len(images(tmp_path / "out")) == 4
     table = json.loads((tmp_path / "out" / "tables" / "main.json").read_text())["results"]
     assert table["cost"]["ToMeSD"]["share"] < 1
+
+
+def test_what_a_pipeline_does_not_take_is_refused_before_drawing(tmp_path: Path, pipe: Prompted) -> None:
+    class Video(Prompted):
+        def __call__(self, prompt: list[str], num_frames: int = 8, **arguments: Any) -> Any:
+            raise AssertionError("drawn")
+
+    wrong = make(tmp_path, pipe, settings=Settings("tiny", None, 2, 3.0, arguments={"max_length": 9}))
+    with pytest.raises(ValueError, match="Prompted takes no max_length=9; leave it out"):
+        wrong.complete(wrong.run(), ["dense"], [0])
+    video = make(tmp_path / "video", Video())
+    with pytest.raises(ValueError, match="Video draws videos, this command images; use shiva.attach"):
+        video.complete(video.run(), ["dense"], [0])
 
 
 def quick(folder: Path, model: Path, prompts: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,3 +107,25 @@ def test_what_a_pipeline_does_not_take_is_refused(tmp_path: Path) -> None:
     call = ["generate", str(tmp_path / "dit"), "1", "--negative", "red", "--output", str(tmp_path)]
     with pytest.raises(ValueError, match="DiTPipeline takes no negative_prompt='red'; leave it out"):
         CliRunner().invoke(app, call, catch_exceptions=False)
+
+
+def test_guidance_is_passed_as_a_pipeline_takes_it_and_a_negative_prompt_wins() -> None:
+    class Qwen:
+        def __call__(
+            self, prompt: Any, true_cfg_scale: float, negative_prompt: Any, guidance_scale: Any = None, **more: Any
+        ) -> Any:
+            return SimpleNamespace(images=[(true_cfg_scale, negative_prompt, guidance_scale)])
+
+    class OnlyTrue:
+        def __call__(self, prompt: Any, true_cfg_scale: float, negative_prompt: Any, **more: Any) -> Any:
+            return SimpleNamespace(images=[(true_cfg_scale, negative_prompt)])
+
+    class Distilled:
+        def __call__(self, prompt: Any, num_inference_steps: int, generator: Any) -> Any:
+            return SimpleNamespace(images=prompt)
+
+    how: dict[str, Any] = {"seed": 0, "places": [0], "steps": 2, "guidance": 3.0}
+    assert drawing.draw(Qwen(), ["fox"], **how) == [(3.0, [" "], None)]
+    assert drawing.draw(Qwen(), ["fox"], negative_prompt=["red"], **how) == [(3.0, ["red"], None)]
+    assert drawing.draw(OnlyTrue(), ["fox"], **how) == [(3.0, [" "])]
+    assert drawing.draw(Distilled(), ["fox"], **how) == ["fox"]

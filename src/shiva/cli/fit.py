@@ -84,7 +84,7 @@ def fit(
     drawing.quiet()
     pipe, arguments = drawing.load_with_arguments(model, dtype, device)
     asked = {"height": height, "width": width}
-    arguments |= drawing.accepted(pipe, {key: value for key, value in asked.items() if value is not None})
+    arguments |= drawing.accepted(pipe, asked)
     texts = texts_of(pipe, prompts, limit)
     runs = numbers("--steps", steps, int)
     if not runs or min(runs) < 1:

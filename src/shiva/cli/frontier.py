@@ -64,7 +64,7 @@ def frontier(
     from shiva.bench.table import publish
     from shiva.evaluate import frontier as measuring
     from shiva.evaluate.candidates import Candidates
-    from shiva.evaluate.drawing import quiet
+    from shiva.evaluate.drawing import accepted, of_images, quiet
     from shiva.evaluate.evaluation import Evaluation, prepare
     from shiva.evaluate.metrics import chosen
     from shiva.evaluate.rivals import CacheName, Solver, solving
@@ -85,8 +85,7 @@ def frontier(
     console = Console(width=None if Console().is_terminal else 180)
     with progress_line() as progress:
         if fit and any(way.method == FITTED for way in pruned.values()):
-            asked = {name: value for name, value in size.items() if value is not None}
-            given = {**settings.arguments, **asked}
+            given = accepted(of_images(pipe()), {**size, **settings.arguments})
             with solving(pipe(), base):
                 pruned = with_fit(pruned, folder, pipe(), settings, base, others, given, progress)
         evaluation = Evaluation(

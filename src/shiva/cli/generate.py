@@ -59,7 +59,7 @@ def generate(
         console.print(repr(config), markup=False, soft_wrap=True)
     pipe, arguments = drawing.load_with_arguments(model, dtype, device)
     asked = {"height": height, "width": width, "negative_prompt": negative}
-    arguments |= drawing.accepted(pipe, {key: value for key, value in asked.items() if value is not None})
+    arguments |= drawing.accepted(drawing.of_images(pipe), asked)
     if negative is not None:
         arguments["negative_prompt"] = [negative] * len(prompts)
     with Progress(console=console, transient=True) as progress:

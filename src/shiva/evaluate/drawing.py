@@ -159,30 +159,43 @@ def draw(
     pipe: Any, prompts: Sequence[str], seed: int, places: Sequence[int], steps: int, guidance: float, **arguments: Any
 ) -> list[Any]:
     """One call of the pipeline; `places` are the prompts' numbers in their set, which decide their noise."""
+    given = {name: value for name, value in arguments.items() if value is not None}
     drawn = pipe(
         **subjects(pipe, prompts),
         num_inference_steps=steps,
-        **guided(pipe, guidance, len(prompts)),
         generator=[torch.Generator().manual_seed(noise_seed(seed, place)) for place in places],
-        **{name: value for name, value in arguments.items() if value is not None},
+        **{**guided(pipe, guidance, len(prompts)), **given},
     )
     return drawn.images if hasattr(drawn, "images") else drawn.frames
 
 
 def guided(pipe: Any, guidance: float, prompts: int) -> dict[str, Any]:
-    """Arguments of classifier-free guidance; Qwen-Image takes `guidance_scale` for an embedding it does not have."""
+    """Arguments of classifier-free guidance; none for a pipeline that has none.
+
+    Qwen-Image takes `guidance_scale` for an embedding it does not have.
+    """
     parameters = inspect.signature(pipe.__call__).parameters
-    if "true_cfg_scale" not in parameters or parameters["guidance_scale"].default is not None:
-        return {"guidance_scale": guidance}
-    return {"true_cfg_scale": guidance, "negative_prompt": [" "] * prompts}
+    scale = parameters.get("guidance_scale")
+    if "true_cfg_scale" in parameters and (scale is None or scale.default is None):
+        return {"true_cfg_scale": guidance, "negative_prompt": [" "] * prompts}
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {"guidance_scale": guidance} if scale is not None or anything else {}
+
+
+def of_images(pipe: Any) -> Any:
+    """The pipeline as it is; an error says what to do with one that draws videos."""
+    if {"num_frames", "video_length", "video"} & inspect.signature(pipe.__call__).parameters.keys():
+        raise ValueError(f"{type(pipe).__name__} draws videos, this command images; use shiva.attach(pipe, …) in Python")
+    return pipe
 
 
 def accepted(pipe: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as they are; an error names one that this pipeline does not take."""
+    """The arguments that were given; an error names one that this pipeline does not take."""
+    asked = {name: value for name, value in asked.items() if value is not None}
     for name, value in asked.items():
         if name not in inspect.signature(pipe.__call__).parameters:
             raise ValueError(f"{type(pipe).__name__} takes no {name}={value!r}; leave it out")
-    return dict(asked)
+    return asked
 
 
 def subjects(pipe: Any, prompts: Sequence[str]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from shiva.bench.table import environment
 from shiva.checkpoint import write_atomically, write_image
 from shiva.core.options import REFUSALS
 from shiva.evaluate.candidates import Candidate, slug
-from shiva.evaluate.drawing import Workers, draw
+from shiva.evaluate.drawing import Workers, accepted, draw, of_images
 from shiva.evaluate.metrics import Pictures, decode
 from shiva.evaluate.prompts import PromptSet
 from shiva.evaluate.rivals import magnitude_ratios
@@ -52,6 +52,11 @@ class Settings:
     without: tuple[str, ...] = ()
     """Components of the pipeline that were not loaded."""
     arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """Arguments of every call of the pipeline."""
+        return {"height": self.height, "width": self.width, **self.arguments}
 
 
 @dataclass(frozen=True)
@@ -180,17 +185,15 @@ class Run:
                 "pass another --output, or delete the folder"
             )
         made = {entry["slug"]: entry for entry in known["candidates"].values()}
+        otherwise = []
         for name in names:
             folder = self.folder / "images" / slug(name)
-            if not any(folder.glob("*/*.png")):
-                continue
             before = made.get(slug(name), {"config": {}})
             changed = differences(before["config"], json.loads(json.dumps(self.config(name))))
-            if changed:
-                raise OtherImages(
-                    f"{folder} holds images of {name!r} made otherwise: {'; '.join(changed)}; "
-                    "give the candidate another name, or delete that folder"
-                )
+            if changed and any(folder.glob("*/*.png")):
+                otherwise.append(f"{folder} holds images of {name!r} made otherwise: {', '.join(changed)}")
+        if otherwise:
+            raise OtherImages(f"{'; '.join(otherwise)}; pass another --output, or delete what is named")
 
     # -- generating ----------------------------------------------------------------------------------
 
@@ -216,8 +219,7 @@ class Run:
     def draw(self, pipe: Any, seed: int, indices: Sequence[int], steps: int | None = None, **more: Any) -> Any:
         """One call of the pipeline, as every image of the run is made."""
         settings, texts = self.settings, [self.prompts.prompts[index].text for index in indices]
-        size = {"height": settings.height, "width": settings.width}
-        how = {**size, **settings.arguments, **more}
+        how = {**settings.call, **more}
         return draw(pipe, texts, seed, indices, steps or settings.steps, settings.guidance, **how)
 
     def complete(
@@ -237,6 +239,8 @@ class Run:
             self._note(able, seeds, making=bool(todo))
         workers.wait()  # every process has listed what is missing before one makes any of it
         mine = workers.share(todo)
+        if mine:
+            accepted(of_images(self.pipe()), self.settings.call)
         total, done = sum(len(chunk.indices) for chunk in mine), 0
         for name in dict.fromkeys(chunk.name for chunk in mine):
             chunks = [chunk for chunk in mine if chunk.name == name]
