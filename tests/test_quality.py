@@ -292,5 +292,6 @@ def test_foreign_weights_are_asked_for_only_when_named() -> None:
     named = {"fid", "clip", "clip_iqa", "image_reward"}
     assert {metric.name for metric in chosen(None, Tools())} == set(METRICS) - named
     assert "clip_iqa" in [metric.name for metric in chosen(None, Tools(clip="folder"))]
+    assert "image_reward" in [metric.name for metric in chosen(None, Tools(reward="file"))]
     with pytest.raises(ValueError, match="did you mean 'psnr'"):
         chosen(["psn"], Tools())

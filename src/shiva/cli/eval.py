@@ -33,7 +33,7 @@ def evaluate(
     metrics: Annotated[str | None, typer.Option(help="Metrics by name, separated by commas")] = None,
     clip: Annotated[str | None, typer.Option(help="Folder or hub id of a CLIPModel, for clip and clip_iqa")] = None,
     inception: Annotated[Path | None, typer.Option(help="File of Inception weights, for fid")] = None,
-    reward: Annotated[str, typer.Option(help="Weights of ImageReward")] = "ImageReward-v1.0",
+    reward: Annotated[str | None, typer.Option(help="Weights of ImageReward, for image_reward")] = None,
     flops: Annotated[
         float | None, typer.Option(min=0, max=1, help="matched: the share of dense FLOPs to match")
     ] = None,

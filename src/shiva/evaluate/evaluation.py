@@ -116,7 +116,7 @@ class Evaluation:
     def _source(self, metric: Metric) -> str | None:
         """The weights that a figure rests on, where the user chose them."""
         chosen = {"clip": self.tools.clip, "clip_iqa": self.tools.clip, "fid": self.tools.inception}
-        found = chosen.get(metric.name, self.tools.reward if metric.name == "image_reward" else None)
+        found = (chosen | {"image_reward": self.tools.reward}).get(metric.name)
         return None if found is None else str(found)
 
     def means(self, run: Run, name: str, seeds: Sequence[int]) -> dict[str, float]:

@@ -127,8 +127,8 @@ class Tools(Memo):
     """Folder or hub id of a CLIPModel with its processor."""
     inception: Any = None
     """File of torch-fidelity's Inception weights, or a feature module; None lets torchmetrics find them."""
-    reward: str = "ImageReward-v1.0"
-    """Name or path of ImageReward's weights."""
+    reward: str | None = None
+    """Name or path of ImageReward's weights; v1.0 otherwise."""
     device: str = "cpu"
 
 
@@ -199,7 +199,7 @@ def metric(
 def chosen(names: Iterable[str] | None, tools: Tools) -> list[Metric]:
     """The metrics asked for; without any, all whose weights pip brings, and those whose weights were passed."""
     if names is None:
-        passed = {"fid": tools.inception, "clip": tools.clip, "clip_iqa": tools.clip}
+        passed = {"fid": tools.inception, "clip": tools.clip, "clip_iqa": tools.clip, "image_reward": tools.reward}
         known = [METRICS[name] for name in ORDER if name in METRICS]
         return [metric for metric in known if not metric.extra or passed.get(metric.name) is not None]
     for name in names:

@@ -125,6 +125,7 @@ def lpips_to_real(subject: Subject, tools: Tools) -> Tensor:
 
 
 CLIP = "openai/clip-vit-large-patch14"
+REWARD = "ImageReward-v1.0"
 GOOD, BAD = "Good photo.", "Bad photo."
 """The pair of texts that CLIP-IQA (Wang et al., AAAI 2023) asks for quality with."""
 
@@ -237,7 +238,7 @@ def image_reward(subject: Subject, tools: Tools) -> Tensor:
 
     def load() -> Any:
         try:
-            return import_module("ImageReward").load(tools.reward, device=tools.device)
+            return import_module("ImageReward").load(tools.reward or REWARD, device=tools.device)
         except Exception as error:
             raise MissingWeights(
                 f"ImageReward does not load ({type(error).__name__}: {error}); pip install image-reward (it needs "
