@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from shiva.show.demo import chosen_rows, demo_rows
 from shiva.show.documents import figure_of
 from shiva.show.figures import Point, pareto_front
 from shiva.show.page import THUMBNAIL, Page
-from shiva.show.report import add
+from shiva.show.report import add, collect
 from shiva.show.style import encode, family, plot
 
 REPOSITORY = Path(__file__).parent.parent
@@ -170,6 +171,19 @@ def test_a_report_holds_tables_claims_figures_and_images(tmp_path: Path) -> None
     assert "stratified timesteps have a lower variance" in page
     assert "One step of sd3-medium" in page
     assert 'src="http' not in page
+
+
+def test_a_frontier_shows_its_table_and_figure_beside_its_images(tmp_path: Path) -> None:
+    folder = evaluation(tmp_path / "frontier")
+    shutil.rmtree(folder / "tables")
+    write(folder / "frontier.json", {"tables": [{"title": "Less time", "columns": ["way"], "rows": [["8 steps"]]}]})
+    Image.new("RGB", (32, 32), "#123").save(folder / "frontier.png")
+    page = str(collect([folder]))
+    assert "What to do for less time" in page
+    assert "8 steps" in page
+    assert page.count("data:image/png;base64") == 5 + 1
+    shutil.rmtree(folder / "images")
+    assert "shiva frontier models/emoji --prompts FILE --limit 2 --steps 20" in str(collect([folder]))
 
 
 def test_an_evaluation_reads_in_the_order_of_its_protocols_and_tables(tmp_path: Path) -> None:

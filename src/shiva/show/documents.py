@@ -104,10 +104,13 @@ def tables_of(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield table
 
 
+TITLES = {"bench": "Speed", "validate": "The paper's claims", "frontier": "What to do for less time"}
+
+
 def add_documents(page: Page, name: str, paths: Sequence[Path]) -> None:
     """Tables, claims and figures of results, then where each was measured."""
     documents = [(path, read_document(path)) for path in paths]
-    page.heading({"bench": "Speed", "validate": "The paper's claims"}.get(name, name))
+    page.heading(TITLES.get(name, name))
     claims = [(path.stem, claim) for path, document in documents for claim in document.claims]
     if claims:
         headings = ("experiment", "claim", "paper", "here", "verdict")
@@ -170,6 +173,9 @@ def add_evaluation(page: Page, folder: Path, prompts: int, seeds: int) -> None:
         page.note(f"Its images are not here: they are not kept with the tables. Make them: {command(folder, run)}")
     for name, why in run.get("skipped", {}).items():
         page.note(f"Left out: {name}: {why}")
+    for path in sorted(folder.glob("*.json")):
+        if is_result(load(path)):  # as `shiva frontier` writes beside its images
+            add_documents(page, path.stem, [path])
     for stem, document in documents.items():
         page.heading(question(stem))
         add_fronts(page, document)
@@ -242,6 +248,9 @@ def opened(file: Path, folder: Path) -> Any:
 def command(folder: Path, run: Mapping[str, Any]) -> str:
     """What makes an evaluation's images."""
     model, seeds = run["settings"]["model"], ",".join(map(str, run["seeds"]))
+    if (folder / "frontier.json").is_file():
+        how = f"--steps {run['settings']['steps']} --guidance {run['settings']['guidance']:g} --seeds {seeds}"
+        return f"shiva frontier {model} --prompts FILE --limit {len(run['prompts'])} {how} --output {folder}"
     recipe = Path("recipes/eval") / f"{Path(model).name}.yaml"
     methods = recipe if recipe.is_file() else "FILE"
     return f"shiva eval {model} --methods {methods} --limit {len(run['prompts'])} --seeds {seeds} --output {folder}"
