@@ -104,6 +104,16 @@ def test_a_method_that_does_not_fit_the_shape_is_left_out_with_its_reason(small:
     assert "left out" in step_table(small(), results, skipped, "").caption
 
 
+def test_a_method_without_a_whole_graph_is_left_out_of_a_compiled_step(
+    small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model, **how: model)
+    dydit = {"dydit": baseline_entries()["dydit"]}
+    results, skipped = measure_step(small(layers=4), dydit, rounds=1, warmup=0, compiled=True)
+    assert [row.name for row in results] == ["dense"]
+    assert "follow the data and break the graph" in skipped[0].reason
+
+
 def test_turns_are_new_runs_that_choose_anew_and_twins_share_weights(small: Any) -> None:
     model, call = small().build(), small().call()
     attached = Attached(shiva_entry(0.5), model, call)
