@@ -95,6 +95,18 @@ def test_everything_survives_the_files(tmp_path: Path) -> None:
     assert "a ratio table" in card
 
 
+def test_a_checkpoint_saved_over_another_is_the_later_one(tmp_path: Path) -> None:
+    method = varied_method(make_sd3())
+    shiva.ShivaCheckpoint.of(method, **adapter(make_sd3())).save_pretrained(tmp_path)
+    assert "an adapter" in (tmp_path / "README.md").read_text()
+    shiva.ShivaCheckpoint.of(method).save_pretrained(tmp_path)
+    assert shiva.ShivaCheckpoint.from_pretrained(tmp_path).adapter_weights is None
+    assert "an adapter" not in (tmp_path / "README.md").read_text()
+    (tmp_path / "README.md").write_text("somebody's own")
+    shiva.ShivaCheckpoint.of(method).save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "somebody's own"
+
+
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_an_adapter_goes_in_and_out_of_every_backbone(backbone: str) -> None:
     """Also of those without diffusers' own adapter support; a user's own adapter stays."""

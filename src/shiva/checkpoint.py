@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -116,6 +117,7 @@ print(session.summary())
 Holds {{ parts }}; `config.json` has every option. Nothing in it is executable.
 """
 """README.md of a saved checkpoint."""
+CARD_END = CARD.splitlines()[-1].partition(";")[2]
 SKIPPING = "Which image tokens each block of the transformer may skip, and what those get"
 WHOLE = "An adapter alone, trained with every image token computed"
 
@@ -166,6 +168,7 @@ class ShivaCheckpoint(
 
     def _save_pretrained(self, save_directory: Path) -> None:
         folder = Path(save_directory)
+        remove_earlier(folder)
         tables = {TABLE + name: tensor for name, tensor in self.tables.items()}
         write_atomically(folder / WEIGHTS_FILE, save({**self.weights, **tables}))
         if self.adapter_config is not None and self.adapter_weights is not None:
@@ -290,6 +293,15 @@ class ShivaCheckpoint(
         if self.adapter_config is None or self.adapter_weights is None:
             return None
         return AttachedAdapter(transformer, self.adapter_config, self.adapter_weights)
+
+
+def remove_earlier(folder: Path) -> None:
+    """Take out what an earlier checkpoint of a folder held and a later one may not: its adapter and its card."""
+    if (folder / ADAPTER_DIR).is_dir():
+        shutil.rmtree(folder / ADAPTER_DIR)
+    card = folder / "README.md"
+    if card.is_file() and card.read_text().rstrip().endswith(CARD_END):
+        card.unlink()
 
 
 def may_be_hub_id(name: str) -> bool:
