@@ -161,6 +161,41 @@ def test_an_adapter_is_folded_into_the_weights_and_means_the_same() -> None:
             assert not torch.allclose(model(**call)[0], folded, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("live", [False, True], ids=["folded", "live"])
+@pytest.mark.parametrize("active", [["a", "b"], ["b"], []], ids=str)
+def test_the_users_own_adapters_stay_as_active_as_they_were(active: list[str], live: bool) -> None:
+    model, call, checkpoint = adapted_sd3()
+    if live:
+        model.transformer_blocks[0].attn.to_q.__class__ = Foreign
+    with shiva.attach(model, checkpoint, budget=1.0):
+        alone = model(**call)[0]
+    for name in ("a", "b"):
+        config = peft.LoraConfig(r=2, target_modules=["to_q", "to_k"], init_lora_weights=False)
+        model.add_adapter(config, adapter_name=name)
+    layers = [m for m in model.modules() if isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer)]
+    for layer in layers:
+        layer.set_adapter(active)
+    before, trained = model(**call)[0], [p.requires_grad for p in model.parameters()]
+    with shiva.attach(model, checkpoint, budget=1.0):
+        assert torch.equal(model(**call)[0], alone) == (not active)
+        assert [[n for n in layer.active_adapters if n != ADAPTER_NAME] for layer in layers] == [active] * len(layers)
+    assert [layer.active_adapters for layer in layers] == [active] * len(layers)
+    assert [p.requires_grad for p in model.parameters()] == trained
+    assert torch.equal(model(**call)[0], before)
+
+
+@torch.no_grad()
+def test_a_fused_lora_is_not_undone_by_an_adapter() -> None:
+    model, call, checkpoint = adapted_sd3()
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False), adapter_name="users")
+    model.fuse_lora()
+    fused = model(**call)[0]
+    with pytest.raises(ValueError, match="a LoRA is fused into the weights.*pipe.unfuse_lora"):
+        shiva.attach(model, checkpoint, budget=0.5)
+    assert torch.equal(model(**call)[0], fused)
+
+
 def adapted_sd3() -> tuple[nn.Module, dict[str, Any], shiva.ShivaCheckpoint]:
     model = make_sd3()
     checkpoint = shiva.ShivaCheckpoint.of(varied_method(model), **adapter(make_sd3()))

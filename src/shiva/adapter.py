@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,11 @@ class AttachedAdapter:
                 "attach first, then call enable_layerwise_casting"
             )
         need("peft", "adapter")
+        if any(layer.merged_adapters for layer in tuner_layers(transformer)):
+            raise ValueError(
+                "a LoRA is fused into the weights, which adding the checkpoint's adapter would undo; call "
+                "pipe.unfuse_lora() first, or pipe.unload_lora_weights(), after which it stays in them"
+            )
         try:
             inject_adapter(transformer, options, weights)
             if all(map(can_fold, adapted_layers(transformer))):
@@ -164,17 +170,36 @@ def keeps_copies(transformer: nn.Module) -> bool:
     return False
 
 
-def adapted_layers(transformer: nn.Module) -> list[Any]:
-    """PEFT's layers that hold the adapter."""
+def tuner_layers(transformer: nn.Module) -> list[Any]:
+    """PEFT's layers."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = [m for m in transformer.modules() if isinstance(m, BaseTunerLayer)]
-    return [layer for layer in layers if ADAPTER_NAME in layer._get_available_adapters()]
+    return [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
+
+
+def adapted_layers(transformer: nn.Module) -> list[Any]:
+    """PEFT's layers that hold the adapter."""
+    return [layer for layer in tuner_layers(transformer) if ADAPTER_NAME in layer._get_available_adapters()]
+
+
+@contextlib.contextmanager
+def others_kept(transformer: nn.Module) -> Iterator[None]:
+    """The user's own adapters act and train after this context as before it; PEFT makes a new one the only one."""
+    active = {layer: layer.active_adapters for layer in tuner_layers(transformer)}
+    trainable = {parameter for parameter in transformer.parameters() if parameter.requires_grad}
+    try:
+        yield
+    finally:
+        for layer, names in active.items():
+            there = layer._get_available_adapters()
+            layer.set_adapter([name for name in dict.fromkeys((*names, ADAPTER_NAME)) if name in there])
+        for parameter in transformer.parameters():
+            parameter.requires_grad_(parameter in trainable)
 
 
 def can_fold(layer: Any) -> bool:
     base = layer.get_base_layer()
-    if type(base) is not nn.Linear or layer.merged_adapters:
+    if type(base) is not nn.Linear:
         return False
     weight = base.weight.data
     return type(weight) is Tensor and weight.is_floating_point() and not weight.is_meta
@@ -193,15 +218,13 @@ def check_rank(options: LoraOptions, weights: Mapping[str, Tensor]) -> None:
 def inject_adapter(transformer: nn.Module, options: LoraOptions, weights: Mapping[str, Tensor]) -> None:
     """Add a PEFT adapter to any transformer, also those without diffusers' own adapter support."""
     peft = need("peft", "adapter")
-    trainable = {name for name, p in transformer.named_parameters() if p.requires_grad}
     config = peft.LoraConfig(**{**vars(options), "target_modules": list(options.target_modules)})
-    try:
-        peft.inject_adapter_in_model(config, transformer, adapter_name=ADAPTER_NAME)
-    except ValueError as error:
-        raise ValueError(f"the adapter's target_modules do not fit this model: {error}") from error
-    load_adapter(transformer, weights)
-    for name, parameter in transformer.named_parameters():
-        parameter.requires_grad_(name.replace(".base_layer.", ".") in trainable)
+    with others_kept(transformer):
+        try:
+            peft.inject_adapter_in_model(config, transformer, adapter_name=ADAPTER_NAME)
+        except ValueError as error:
+            raise ValueError(f"the adapter's target_modules do not fit this model: {error}") from error
+        load_adapter(transformer, weights)
 
 
 def load_adapter(transformer: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -215,13 +238,14 @@ def remove_adapter(transformer: nn.Module, name: str) -> None:
     """Take an adapter out; a layer without any other adapter becomes the plain layer it was."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    for path, module in list(transformer.named_modules()):
-        if not isinstance(module, BaseTunerLayer):
-            continue
-        module.delete_adapter(name)
-        if not module._get_available_adapters():
-            parent, _, leaf = path.rpartition(".")
-            setattr(transformer.get_submodule(parent), leaf, module.get_base_layer())
+    with others_kept(transformer):
+        for path, module in list(transformer.named_modules()):
+            if not isinstance(module, BaseTunerLayer):
+                continue
+            module.delete_adapter(name)
+            if not module._get_available_adapters():
+                parent, _, leaf = path.rpartition(".")
+                setattr(transformer.get_submodule(parent), leaf, module.get_base_layer())
     known = getattr(transformer, "peft_config", None)
     if known is not None:
         known.pop(name, None)
