@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -229,3 +230,25 @@ def test_a_table_is_learned_on_whole_runs_and_comes_back_from_its_folder(tmp_pat
         assert sum(map(sum, (row[1:] for row in kept))) / (64 * 12) <= 0.62
     with pytest.raises(ValueError, match="has no table to learn"):
         fit_table(pipe, shiva.ToMeSD(), ["1", "2"], budget=0.5, steps=3)
+
+
+def test_a_table_is_run_as_it_was_learned_in_calls_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option's tilt or FLOPs would move what the table says."""
+    calls = []
+
+    def draw_noting(pipe: Any, prompts: Any, *arguments: Any, **how: Any) -> Any:
+        calls.append(len(prompts))
+        return draw(pipe, prompts, *arguments, **how)
+
+    monkeypatch.setattr("shiva.fitting.table.draw", draw_noting)
+    pipe: Any = dit()
+    pipe.set_progress_bar_config(disable=True)
+    config = shiva.Refresh(score="band", flops=0.5)
+    tabled = fit_table(pipe, config, ["1", "2", "3", "4"], budget=0.6, steps=4, guidance=1.0, step_cells=1, batch=1)
+    assert set(calls) == {1}
+    assert (config.tilt, tabled.method.config.tilt, tabled.method.config.flops) == (2.0, 0.0, None)
+    with shiva.attach(pipe, tabled.method) as session:
+        draw(pipe, ["1"], 0, [0], 4, 1.0, output_type="latent")
+        kept = [min(step.kept.values()) for step in session.stats]
+    assert kept[0] == 64
+    assert len(set(kept[1:])) == 1, "one cell of steps has one ratio"

@@ -28,6 +28,8 @@ from shiva.ops.schedule import Cell, RatioSchedule, allocate
 RATIOS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 WHOLE = 1 - 1e-9
 """A ratio that keeps all tokens and has a logit."""
+AS_TABLED = {"budget": None, "flops": None, "tilt": 0.0}
+"""Options under which a table's ratios are kept as they are."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ def fit_table(
     step_cells: int | None = None,
     layer_cells: int = 1,
     seed: int = 0,
+    batch: int = 4,
     progress: Callable[[str], None] = lambda text: None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Tabled:
@@ -60,16 +63,17 @@ def fit_table(
         raise ValueError(f"{len(prompts)} prompt cannot be both learned on and held out; pass at least 2")
     start, transformer = time.perf_counter(), transformer_of(pipe)
     spec = backbone_of(transformer).spec(transformer)
-    method: Any = config.changed({"budget": None}).build(spec) if isinstance(config, CountOptions) else None
+    method: Any = config.changed(AS_TABLED).build(spec) if isinstance(config, CountOptions) else None
     if not isinstance(method, Trainable):
         raise ValueError(f"{type(config).__name__} has no table to learn; pass Refresh or DiffSparse")
     count: Table = method.count  # type: ignore[assignment]
     half = (len(prompts) + 1) // 2
 
     def latents(places: Sequence[int]) -> Tensor:
-        called = [prompts[place] for place in places]
-        made = draw(pipe, called, seed, places, steps, guidance, output_type="latent", **(arguments or {}))
-        return torch.as_tensor(made).float()
+        calls = [places[first : first + batch] for first in range(0, len(places), batch)]
+        how = {"output_type": "latent", **(arguments or {})}
+        made = [draw(pipe, [prompts[p] for p in call], seed, call, steps, guidance, **how) for call in calls]
+        return torch.cat([torch.as_tensor(latents).float() for latents in made])
 
     def error(schedule: RatioSchedule, places: Sequence[int], dense: Tensor) -> float:
         count.set(schedule)
