@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import shiva
 from pipelines import dit
+from shiva.cli import app
+from shiva.cli.fit import cells_of
 from shiva.evaluate.drawing import draw, load_with_arguments
 from shiva.evaluate.metrics.pixels import image_psnr
 from shiva.fitting import Fitted, calls, everyday_prompts, fit
@@ -95,6 +98,30 @@ def test_a_pipeline_of_classes_is_fitted_by_their_numbers() -> None:
     made = fit(pipe, texts, steps=(2,), guidance=2.0, rank=4)
     assert len(set(texts)) == 4
     assert all(parameter.isfinite().all() for parameter in made.method.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--table Refresh --steps 4,8", "--table Refresh is learned on runs of one length; pass --steps 4"),
+        ("--table Refresh --probe", "--probe and --table Refresh exclude each other; pass one"),
+        ("--budget 0.4", "--budget is of a table, and none is learned; pass --table Refresh, or leave it out"),
+        ("--set score=band", "--set is of a table"),
+        ("--cells 4,4", "--cells is of a table"),
+        ("--table Refresh --cells 4,4,4", "--cells 4,4,4 is not one or two numbers of at least 1"),
+        ("--table Refresh --cells 0", "--cells 0 is not one or two numbers of at least 1"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused_before_the_model_is_loaded(
+    options: str, message: str, tmp_path: Path
+) -> None:
+    found = CliRunner().invoke(app, ["fit", "nowhere", "--output", str(tmp_path), *options.split()])
+    assert isinstance(found.exception, ValueError)
+    assert message in str(found.exception)
+
+
+def test_cells_may_be_equally_many() -> None:
+    assert [cells_of(text) for text in ("4,4", "8,3", "5")] == [(4, 4), (8, 3), (5, 1)]
 
 
 @pytest.mark.slow

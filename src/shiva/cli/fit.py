@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ from shiva.cli.terminal import (
     Threads,
     Width,
     check_folder,
+    listed,
     numbers,
     progress_line,
     settings_from,
@@ -47,8 +49,10 @@ def fit(
     table: Annotated[
         str | None, typer.Option(help="Learn how many tokens each step runs instead: of Refresh or DiffSparse")
     ] = None,
-    budget: Annotated[float, typer.Option(min=0, max=1, help="--table: mean share of tokens")] = 0.5,
-    cells: Annotated[str, typer.Option(help="--table: parts of run and layers that are told apart")] = "16,1",
+    budget: Annotated[float | None, typer.Option(min=0, max=1, help="--table: mean share of tokens; else 0.5")] = None,
+    cells: Annotated[
+        str | None, typer.Option(help="--table: parts of run and layers that are told apart; else 16,1")
+    ] = None,
     override: Annotated[
         list[str] | None, typer.Option("--set", help="--table: an option of the method, such as score=band")
     ] = None,
@@ -81,20 +85,21 @@ def fit(
 
     drawing.check_device(device)
     check_folder(output)
+    runs = numbers("--steps", steps, int)
+    if not runs or min(runs) < 1:
+        raise ValueError(f"--steps {steps} names no run; pass such as 4, or 4,8")
+    check_table(table, probe, runs, {"--budget": budget, "--cells": cells, "--set": override})
+    parts = cells_of(cells or "16,1")
     drawing.quiet()
     pipe, arguments = drawing.load_with_arguments(model, dtype, device)
     asked = {"height": height, "width": width}
     arguments |= drawing.accepted(pipe, asked)
     texts = texts_of(pipe, prompts, limit)
-    runs = numbers("--steps", steps, int)
-    if not runs or min(runs) < 1:
-        raise ValueError(f"--steps {steps} names no run; pass such as 4, or 4,8")
     settings: dict[str, Any] = {"model": model, "prompts": texts}
-    how: dict[str, Any] = {"steps": runs, "guidance": guidance, "seed": seed}
+    how: dict[str, Any] = {"steps": runs, "guidance": guidance, "seed": seed, "batch": batch}
     if table is not None:
-        parts = (*numbers("--cells", cells, int), 1)[:2]
         config = method_named(table)().changed(settings_from(override))
-        how |= {"steps": runs[0], "budget": budget, "arguments": arguments}
+        how |= {"steps": runs[0], "budget": 0.5 if budget is None else budget, "arguments": arguments}
         how |= {"step_cells": parts[0], "layer_cells": parts[1]}
         with progress_line() as progress:
             tabled = fit_table(pipe, config, texts, progress=progress, **how)
@@ -105,7 +110,6 @@ def fit(
         told = f"squared error of final latents on held-out prompts: {tabled.learned:.4g}, flat {tabled.flat:.4g}"
         typer.echo(f"{told}; {tabled.seconds:.0f} s\n{output}: shiva.attach(pipe, {str(output)!r})")
         return
-    how |= {"batch": batch}
     if probe:
         how |= {"arguments": arguments}
         with progress_line() as progress:
@@ -130,6 +134,25 @@ def fit(
         instead = "a smaller --span" if span > 1 else "these layers dense (attach with dense=...)"
         advice = f"more prompts, a higher --rank, or {instead} may help"
         typer.secho(f"warning: little of layers {listed} is explained on held-out prompts; {advice}", err=True)
+
+
+def check_table(table: str | None, probe: bool, runs: Sequence[int], given: Mapping[str, object]) -> None:
+    """Refuse options that would be of no effect with --table, or without it."""
+    if table is None:
+        for option in (name for name, value in given.items() if value is not None):
+            raise ValueError(f"{option} is of a table, and none is learned; pass --table Refresh, or leave it out")
+    elif probe:
+        raise ValueError(f"--probe and --table {table} exclude each other; pass one")
+    elif len(runs) > 1:
+        raise ValueError(f"--table {table} is learned on runs of one length; pass --steps {runs[0]}")
+
+
+def cells_of(text: str) -> tuple[int, int]:
+    """Parts of the run, and of the layers."""
+    parts = listed("--cells", text, int)
+    if len(parts) not in (1, 2) or min(parts) < 1:
+        raise ValueError(f"--cells {text} is not one or two numbers of at least 1; pass such as 16,1")
+    return parts[0], parts[-1] if len(parts) == 2 else 1
 
 
 def write_fit(fitted: Fit, output: Path, settings: dict[str, Any], **found: Any) -> None:

@@ -94,8 +94,13 @@ def settings_from(pairs: list[str] | None) -> dict[str, Any]:
 
 def numbers(option: str, text: str, kind: type = float) -> tuple[Any, ...]:
     """Numbers between commas, each once."""
+    return tuple(dict.fromkeys(listed(option, text, kind)))
+
+
+def listed(option: str, text: str, kind: type = float) -> list[Any]:
+    """Numbers between commas."""
     try:
-        return tuple(dict.fromkeys(kind(part) for part in text.split(",") if part.strip()))
+        return [kind(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
         whole = "whole number" if kind is int else "number"
         raise ValueError(f"{option} {text} holds what is no {whole}; pass such as {option} 0,1") from error
