@@ -60,9 +60,9 @@ class Data:
     caption: str = "caption"
     """Column of the caption; a list of captions means its first."""
     where: dict[str, Any] = field(default_factory=dict)
-    """Only rows whose columns have these values."""
+    """Only rows whose columns have these values; of kinds with columns."""
     limit: Count | None = None
-    """Only the first so many rows."""
+    """Only the first so many rows; not of `latents`."""
     streaming: bool = False
     """Read as a stream, without random access; for sets that do not fit on disk."""
     shuffle_buffer: Count = 1000
@@ -87,6 +87,15 @@ class Data:
             raise ValueError("data.kind='prompts' needs data.cache: latents are made once; pass a folder or 'auto'")
         if self.streaming and self.kind not in STREAMED:
             raise ValueError(f"data.kind={self.kind!r} cannot be streamed; leave data.streaming out")
+        if self.streaming and self.cache is not None:
+            raise ValueError(
+                f"data.cache={self.cache!r} is not filled from a stream, which is encoded at each step; leave "
+                "data.cache or data.streaming out"
+            )
+        if self.where and self.kind not in STREAMED:
+            raise ValueError(f"data.kind={self.kind!r} has no columns that data.where could name; leave it out")
+        if self.limit and self.kind == "latents":
+            raise ValueError(f"data.limit={self.limit}, and data.kind='latents' reads them all; leave it out")
 
 
 @dataclass(frozen=True)
