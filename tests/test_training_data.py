@@ -177,6 +177,26 @@ def test_a_stream_resumes_where_it_was(family: SD3Family, folder: Path) -> None:
     assert captions(0)[3:] == captions(3)
 
 
+def test_a_stream_holds_out_rows_not_captions(family: SD3Family, folder: Path) -> None:
+    data = Data(kind="imagefolder", path=str(folder / "images"), caption="text", streaming=True)
+    feed = StreamFeed(data, family, [(32, 32)], 1, seed=0, held_out=1)
+    (held_out,) = feed.first(1)
+    epoch = [ref.members[0] for ref in feed.step(0, 11)]
+    assert held_out not in epoch
+    assert [e.caption for e in epoch].count(held_out.caption) == 1, "another row of the same caption is trained on"
+
+
+def test_a_column_that_a_stream_has_not_is_named(family: SD3Family, tmp_path: Path) -> None:
+    def first(**where: str) -> None:
+        data = Data(path=make_parquet(tmp_path), caption="label", streaming=True, where=where)
+        StreamFeed(data, family, [(32, 32)], 1, seed=0, held_out=1).step(0, 1)
+
+    with pytest.raises(ValueError, match="data.where: the data set has no option 'prt'; did you mean 'part'"):
+        first(prt="train")
+    with pytest.raises(ValueError, match="no rows beside the 0 held out .* check data.where={'part': 'none'}"):
+        first(part="none")
+
+
 def test_a_cache_remembers_its_makers(family: SD3Family, folder: Path, tmp_path: Path) -> None:
     recipe = recipe_from(tiny_recipe(folder, data={"cache": str(tmp_path / "cache")}))
     prepared = prepare(recipe, family, tmp_path, Ranks(), lambda *_: None)

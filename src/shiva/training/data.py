@@ -97,7 +97,7 @@ def open_table(data: Data) -> Any:
 
 
 def columns_of(data: Data, names: Sequence[str]) -> tuple[str, str]:
-    """The image and caption columns; WebDataset's are named by file endings."""
+    """The image and caption columns, and those of `where` are there; WebDataset's are named by file endings."""
     image, caption = data.image, data.caption
     if data.kind == "webdataset":
         image = next((n for n in (image, *WEBDATASET_IMAGES) if n in names), image)
@@ -105,6 +105,9 @@ def columns_of(data: Data, names: Sequence[str]) -> tuple[str, str]:
     for option, column in (("image", image), ("caption", caption)):
         if column not in names:
             raise ValueError(f"data.{option}={column!r}: {unknown_key(column, names, 'the data set')}")
+    for column in data.where:
+        if column not in names:
+            raise ValueError(f"data.where: {unknown_key(column, names, 'the data set')}")
     return image, caption
 
 
@@ -118,8 +121,6 @@ def read_examples(data: Data) -> Sequence[Example]:
         table = open_table(data)
         image, caption = columns_of(data, table.column_names)
         for column, value in data.where.items():
-            if column not in table.column_names:
-                raise ValueError(f"data.where: {unknown_key(column, table.column_names, 'the data set')}")
             table = table.filter(lambda v, wanted=value: v == wanted, input_columns=[column])
         table = table.cast_column(image, need("datasets", "train").Image(decode=False))
         rows = Rows(table, image, caption)

@@ -91,15 +91,15 @@ class StreamFeed(Images):
         return list(islice(stream_examples(self.data, self.seed, 0), number))
 
     def _stream(self) -> Iterator[Ref]:
-        held_out = {example.caption for example in self.first(self.held_out)}
+        held_out = self.first(self.held_out)
         for epoch in count():
-            examples = (e for e in stream_examples(self.data, self.seed, epoch) if e.caption not in held_out)
+            examples = (e for e in stream_examples(self.data, self.seed, epoch) if e not in held_out)
             refs = group(((e, self.grid_of(e)) for e in examples), self.micro_batch)
             first = next(refs, None)
             if first is None:
                 raise ValueError(
-                    f"the stream {self.data.path!r} has no rows beside those held out for validation; lower "
-                    "validation.samples or give more data"
+                    f"the stream {self.data.path!r} has no rows beside the {len(held_out)} held out for validation; "
+                    f"lower validation.samples, check data.where={self.data.where}, or give more data"
                 )
             yield first
             yield from refs
