@@ -617,7 +617,7 @@ def test_what_a_pipeline_does_not_take_is_refused_before_drawing(tmp_path: Path,
     with pytest.raises(ValueError, match="Prompted takes no max_length=9; leave it out"):
         wrong.complete(wrong.run(), ["dense"], [0])
     video = make(tmp_path / "video", Video())
-    with pytest.raises(ValueError, match="Video draws videos, this command images; use shiva.attach"):
+    with pytest.raises(ValueError, match="Video draws videos, this command images; call shiva.attach"):
         video.complete(video.run(), ["dense"], [0])
 
 

@@ -70,8 +70,9 @@ def fit(
     after it in its span, add to it.
     Four fifths of the prompts are fitted on, the others say how much is explained (R² by layer). Then:
 
-    shiva generate MODEL "a fox" --checkpoint OUTPUT --budget 0.4 --steps 4, or in Python
-    shiva.attach(pipe, "OUTPUT", budget=0.4).
+    shiva generate MODEL "a fox" --checkpoint OUTPUT --budget 0.66 --set "dense_steps=[0]" --steps 3 --guidance 0,
+    with guidance and steps as they were fitted, or a step less; or in Python
+    shiva.attach(pipe, "OUTPUT", budget=0.66, dense_steps=(0,)).
     """
     import dataclasses
 
@@ -128,7 +129,9 @@ def fit(
     write_fit(fitted, output, settings, r_squared=explained, tokens=fitted.tokens)
     console = Console()
     console.print(table_of(fitted, rank))
-    console.print(f"{output}: shiva.attach(pipe, {str(output)!r}, budget=0.4)", markup=False, soft_wrap=True)
+    console.print(
+        f"{output}: shiva.attach(pipe, {str(output)!r}, budget=0.66, dense_steps=(0,))", markup=False, soft_wrap=True
+    )
     if fitted.weak:
         listed = ", ".join(map(str, fitted.weak))
         instead = "a smaller --span" if span > 1 else "these layers dense (attach with dense=...)"

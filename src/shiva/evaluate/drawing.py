@@ -185,7 +185,7 @@ def guided(pipe: Any, guidance: float, prompts: int) -> dict[str, Any]:
 def of_images(pipe: Any) -> Any:
     """The pipeline as it is; an error says what to do with one that draws videos."""
     if {"num_frames", "video_length", "video"} & inspect.signature(pipe.__call__).parameters.keys():
-        raise ValueError(f"{type(pipe).__name__} draws videos, this command images; use shiva.attach(pipe, …) in Python")
+        raise ValueError(f"{type(pipe).__name__} draws videos, this command images; call shiva.attach(pipe) in Python")
     return pipe
 
 
