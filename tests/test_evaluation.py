@@ -77,7 +77,7 @@ class Prompted:
     def __call__(
         self, prompt: list[str], guidance_scale: float, height: Any = None, width: Any = None, **arguments: Any
     ) -> Any:
-        arguments |= {"height": height, "width": width}
+        arguments |= {} if height is None else {"height": height, "width": width}
         self.noise += [generator.initial_seed() for generator in arguments["generator"]]
         given = call_sd3(1, guidance_scale)
         shift = [torch.tensor(float(ord(text[0]) % 7)) / 7 for text in prompt]
