@@ -46,11 +46,12 @@ def png(seed: int) -> bytes:
     return buffer.getvalue()
 
 
-def make_parquet(folder: Path) -> str:
+def make_parquet(folder: Path, broken: dict[int, bytes | None] | None = None) -> str:
     import datasets
 
+    images = {**{i: png(i) for i in range(6)}, **(broken or {})}
     columns = {
-        "image": [{"bytes": png(i), "path": f"{i}.png"} for i in range(6)],
+        "image": [None if image is None else {"bytes": image, "path": f"{i}.png"} for i, image in images.items()],
         "label": list(CAPTIONS),
         "part": ["train", "test"] * 3,
     }
@@ -126,6 +127,20 @@ def test_rows_are_filtered_and_mistakes_named(tmp_path: Path) -> None:
     next((tmp_path / "mjhq").rglob("id1.jpg")).unlink()
     with pytest.raises(FileNotFoundError, match=r"1 of 6 images are missing, first food/id1.jpg"):
         read_examples(Data(kind="mjhq", path=str(tmp_path / "mjhq")))
+
+
+@pytest.mark.parametrize("content", [b"", b"no picture", png(0)[:200], None], ids=["empty", "text", "cut", "none"])
+def test_a_picture_that_cannot_be_read_is_named(content: bytes | None, tmp_path: Path, family: SD3Family) -> None:
+    examples = read_examples(Data(path=make_parquet(tmp_path, broken={4: content}), caption="label"))
+    items = ImageItems(examples, family, [(32, 32)])
+    with pytest.raises(ValueError, match=r"the image of row 4, 'a dog on a hill' cannot be read \(.+\); mend it, or"):
+        items.read([3, 4])
+
+
+def test_a_picture_that_is_missing_is_named(family: SD3Family) -> None:
+    items = ImageItems([Example("a cat", "nowhere.png")], family, bucket_sizes(32, 4, buckets=True))
+    with pytest.raises(ValueError, match=r"the image of 'a cat' cannot be read \(.*nowhere.png.*\); mend it, or"):
+        items.grid(0)
 
 
 def test_prompt_files(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import io
@@ -34,13 +35,35 @@ class Example:
 
     caption: str
     image: Any = None
+    row: int | None = None
+    """Its number, of sources that have one."""
 
     def size(self, sizes: list[Size]) -> Size:
         """The shape it is cropped to."""
         if self.image is None or len(sizes) == 1:
             return nearest_size(1, 1, sizes)
-        width, height = open_image(self.image).size
+        with self._read():
+            width, height = open_image(self.image).size
         return nearest_size(height, width, sizes)
+
+    def pixels(self, sizes: list[Size]) -> Tensor:
+        """The picture (3, H, W), cropped."""
+        size = self.size(sizes)
+        with self._read():
+            return to_tensor(self.image, size)
+
+    @contextlib.contextmanager
+    def _read(self) -> Iterator[None]:
+        try:
+            yield
+        except ImportError:
+            raise
+        except Exception as error:  # PIL raises what it likes for bytes that are no picture
+            row = "" if self.row is None else f"row {self.row}, "
+            raise ValueError(
+                f"the image of {row}{self.caption[:80]!r} cannot be read ({str(error) or type(error).__name__}); mend "
+                "it, or take it out of the data"
+            ) from error
 
 
 class Rows(Sequence[Example]):
@@ -53,16 +76,16 @@ class Rows(Sequence[Example]):
         return len(self.table)
 
     def __getitem__(self, index: Any) -> Any:
-        return to_example(self.table[int(index)], self.image, self.caption)
+        return to_example(self.table[int(index)], self.image, self.caption, int(index))
 
 
-def to_example(row: dict[str, Any], image: str, caption: str) -> Example:
+def to_example(row: dict[str, Any], image: str, caption: str, number: int | None = None) -> Example:
     text = row[caption]
     if isinstance(text, dict):  # WebDataset's json member
         text = text.get("caption") or text.get("prompt") or text.get("text") or ""
     if isinstance(text, list):
         text = text[0] if text else ""
-    return Example(str(text), row[image])
+    return Example(str(text), row[image], number)
 
 
 def files_of(path: str) -> list[str]:
@@ -247,7 +270,7 @@ class Images:
 
     def read_all(self, examples: Sequence[Example]) -> tuple[Tensor, list[str]]:
         """Pixels (B, 3, H, W) and captions of examples that share a shape."""
-        pixels = torch.stack([to_tensor(example.image, example.size(self.sizes)) for example in examples])
+        pixels = torch.stack([example.pixels(self.sizes) for example in examples])
         return pixels, [example.caption for example in examples]
 
     def encode(self, raw: Any) -> tuple[Tensor, Text]:
