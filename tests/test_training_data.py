@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import tarfile
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from shiva.checkpoint import write_atomically
+from shiva.files import read_json, to_json
 from shiva.training.cache import LatentCache, Ranks
 from shiva.training.data import (
     Example,
@@ -230,11 +233,44 @@ def test_a_cache_remembers_its_makers(family: SD3Family, folder: Path, tmp_path:
         LatentCache.open(tmp_path / "absent", {})
 
 
+def test_a_cache_tells_other_pictures_of_the_same_captions_wherever_they_lie(
+    family: SD3Family, folder: Path, tmp_path: Path
+) -> None:
+    def prepare_from(images: Path) -> None:
+        data = {"path": str(images), "cache": str(tmp_path / "cache")}
+        prepare(recipe_from(tiny_recipe(folder, data=data)), family, tmp_path, Ranks(), lambda *_: None)
+
+    prepare_from(save_folder(tmp_path / "images"))
+    prepare_from(save_folder(tmp_path / "moved"))
+    picture(99).save(tmp_path / "images" / "5.png")
+    with pytest.raises(ValueError, match=r"made with another images .* data.cache"):
+        prepare_from(tmp_path / "images")
+    manifest = read_json(tmp_path / "cache" / "manifest.json")
+    del manifest["made_by"]["images"]
+    write_atomically(tmp_path / "cache" / "manifest.json", to_json(manifest))
+    prepare_from(tmp_path / "images")
+
+
+def test_a_cache_of_clips_has_so_many_frames(family: SD3Family, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a red ball\na cat\na dog\nrain\n")
+    data = {"kind": "prompts", "path": str(tmp_path / "prompts.txt"), "resolution": 32, "generate": {"steps": 1}}
+    for frames in (1, 2):
+        recipe = recipe_from({**tiny_recipe(folder, model={"frames": frames}), "data": data})
+        if frames == 2:
+            with pytest.raises(ValueError, match=r"made with another frames \(1, this run has 2\)"):
+                prepare(recipe, family, tmp_path, Ranks(), lambda *_: None)
+        else:
+            prepare(recipe, family, tmp_path, Ranks(), lambda *_: None)
+
+
 def test_latents_made_beforehand_are_read_without_images(family: SD3Family, folder: Path, tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
     prepare(recipe_from(tiny_recipe(folder, data={"cache": cache})), family, tmp_path, Ranks(), lambda *_: None)
     recipe = recipe_from({**tiny_recipe(folder), "data": {"kind": "latents", "path": cache}})
     assert len(prepare(recipe, family, tmp_path, Ranks(), lambda *_: None).held_out) == 12
+    longer = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, text_length=8))
+    with pytest.raises(ValueError, match=r"another text_length \(0, this run has 8\); make it the same"):
+        prepare(longer, family, tmp_path, Ranks(), lambda *_: None)
 
 
 def test_prompts_alone_are_drawn_by_the_pipeline(family: SD3Family, folder: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shiva.checkpoint import write_atomically
 from shiva.files import read_json, to_json
-from shiva.training.data import Example, ImageItems, digest, nearest_size
+from shiva.training.data import Example, ImageItems, digest, digest_images, nearest_size
 from shiva.training.draws import seed_of
 from shiva.training.family import Family, Text
 from shiva.training.recipe import Recipe
@@ -25,6 +25,8 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 SHARD = 64
 """Samples in a shard."""
+LATER = ("images", "frames")
+"""What manifests of the first versions do not tell."""
 
 Report = Callable[[str, int, int], None]
 """report(what, done, total): progress of the preparation."""
@@ -42,7 +44,8 @@ class Ranks:
 
 
 def fingerprint(part: Any) -> str:
-    """A short hash of a model's values: 64 of each tensor, in 16 bits, so that the loaded dtype does not matter."""
+    """A short hash of a model's values, 64 of each tensor, alike whether it was loaded in float32 or in bfloat16;
+    loaded in float16 they were rounded twice, and may differ."""
     state = hashlib.blake2b(digest_size=8)
     if isinstance(part, nn.Module):
         for name, tensor in sorted(part.state_dict().items()):
@@ -136,12 +139,13 @@ class LatentCache:
 
 def check_origin(folder: Path, made: dict[str, str], wanted: dict[str, str], *, whole: bool) -> None:
     """Refuse latents of another model, naming the part that differs; `whole` also one that is absent."""
+    mend = "delete the folder, or set data.cache to another one" if whole else "make it the same, or change data.path"
+    wanted = {name: value for name, value in wanted.items() if name in made or name not in LATER}
     for name in sorted(made.keys() | wanted.keys() if whole else made.keys() & wanted.keys()):
         before, now = made.get(name, "none"), wanted.get(name, "none")
         if before != now:
             raise ValueError(
-                f"the latents in {folder} were made with another {name} ({before}, this run has {now}); "
-                "delete the folder, or set data.cache to another one"
+                f"the latents in {folder} were made with another {name} ({before}, this run has {now}); {mend}"
             )
 
 
@@ -166,15 +170,22 @@ def origin_of(recipe: Recipe, family: Family, examples: Sequence[Example]) -> di
     """Everything that the cached tensors depend on."""
     data = recipe.data
     origin = {
-        **made_by(family, ("vae", *family.text_encoders)),
+        **origin_of_latents(recipe, family),
         "data": f"{digest(examples)} of {len(examples)} captions",
         "resolution": f"{data.resolution}{' in buckets' if data.buckets else ''}",
-        "text_length": str(recipe.model.text_length),
     }
     if data.kind == "prompts":
         origin |= made_by(family, ("transformer", "scheduler"))
         origin["generate"] = f"{data.generate.steps} steps, guidance {data.generate.guidance}, seed {recipe.seed}"
+        origin["frames"] = str(recipe.model.frames)
+    else:
+        origin["images"] = digest_images(examples)
     return origin
+
+
+def origin_of_latents(recipe: Recipe, family: Family) -> dict[str, str]:
+    """What latents made beforehand must agree with."""
+    return {**made_by(family, ("vae", *family.text_encoders)), "text_length": str(recipe.model.text_length)}
 
 
 def encoded(images: ImageItems) -> Encode:

@@ -52,6 +52,14 @@ class Example:
         with self._read():
             return to_tensor(self.image, size)
 
+    def stored(self) -> bytes:
+        """The picture as it is in the source."""
+        with self._read():
+            source = source_of(self.image)
+            if isinstance(source, (str, Path)):
+                return Path(source).read_bytes()
+            return source if isinstance(source, bytes) else source.tobytes()
+
     @contextlib.contextmanager
     def _read(self) -> Iterator[None]:
         try:
@@ -206,6 +214,14 @@ def digest(examples: Sequence[Example]) -> str:
     return state.hexdigest()
 
 
+def digest_images(examples: Sequence[Example], sample: int = 16) -> str:
+    """The same of their pictures, of which some stand for all."""
+    state = hashlib.blake2b(digest_size=8)
+    for index in range(0, len(examples), -(-len(examples) // sample)):
+        state.update(examples[index].stored())
+    return state.hexdigest()
+
+
 # -- pictures to tensors -----------------------------------------------------------------------------
 
 
@@ -228,11 +244,16 @@ def nearest_size(height: int, width: int, sizes: list[Size]) -> Size:
     return min(sizes, key=lambda size: abs(math.log(size[0] / size[1]) - aspect))
 
 
+def source_of(source: Any) -> Any:
+    """Bytes, a path or a PIL image, also of an undecoded `datasets` image."""
+    if isinstance(source, dict):
+        return source["bytes"] if source.get("bytes") is not None else source["path"]
+    return source
+
+
 def open_image(source: Any) -> Any:
     """A PIL image from bytes, a path, an undecoded `datasets` image, or a PIL image. Only the header is read."""
-    image = need("PIL.Image", "train")
-    if isinstance(source, dict):
-        source = source["bytes"] if source.get("bytes") is not None else source["path"]
+    image, source = need("PIL.Image", "train"), source_of(source)
     if isinstance(source, bytes):
         return image.open(io.BytesIO(source))
     if isinstance(source, (str, Path)):

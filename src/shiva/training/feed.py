@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shiva.training.cache import LatentCache, Ranks, Report, fill_cache, made_by
+from shiva.training.cache import LatentCache, Ranks, Report, fill_cache, origin_of_latents
 from shiva.training.data import Example, Grid, ImageItems, Images, bucket_sizes, read_examples, stream_examples
 from shiva.training.draws import generator_of
 from shiva.training.family import Family, Size, Text
@@ -167,7 +167,7 @@ def prepare(recipe: Recipe, family: Family, output: Path, ranks: Ranks, report: 
         return Prepared(stream, ImageItems(first, family, sizes), list(range(len(first))))
     items: Items
     if data.kind == "latents":
-        items = LatentCache.open(Path(data.path), made_by(family, ("vae", *family.text_encoders)))
+        items = LatentCache.open(Path(data.path), origin_of_latents(recipe, family))
     elif data.cache is None:
         items = ImageItems(read_examples(data), family, sizes)
     else:
