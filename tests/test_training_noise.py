@@ -75,3 +75,8 @@ def test_variance_preserving_agrees_with_the_scheduler(prediction: str) -> None:
 def test_an_unknown_prediction_is_refused() -> None:
     with pytest.raises(ValueError, match="prediction_type='sample'"):
         noise_process(EulerDiscreteScheduler(prediction_type="sample"), "uniform")
+
+
+def test_a_density_of_noise_levels_is_not_of_whole_timesteps() -> None:
+    with pytest.raises(ValueError, match="logit-normal is of noise levels, and DDIMScheduler .* uniform or scheduler"):
+        noise_process(DDIMScheduler(), "logit-normal")

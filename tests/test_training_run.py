@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ import shiva
 from shiva.fitting import fit
 from shiva.training.call import as_trained, dense
 from shiva.training.draws import MicroBatch, draw_batch, moment
-from shiva.training.noise import noise_process
+from shiva.training.objectives import process_of
 from shiva.training.recipe import lay_over, recipe_from
+from shiva.training.sections import Sampling
 from shiva.training.state import load_state
 from shiva.training.trainer import Trainer
 from test_training_loop import run_steps, trainer_of
@@ -190,8 +192,10 @@ def test_what_does_not_go_with_a_run_is_refused(folder: Path, changes: dict[str,
 
 
 def test_a_run_is_of_a_flow_matching_scheduler() -> None:
+    """Which is known before the pipeline runs."""
+    family: Any = SimpleNamespace(pipe=SimpleNamespace(scheduler=DDIMScheduler()))
     with pytest.raises(ValueError, match="FlowMatch"):
-        noise_process(DDIMScheduler(), "run", (1.0, 0.5))
+        process_of(family, Sampling(density="run", steps=2), 32)
 
 
 def test_attending_to_all_trains_with_fresh_keys(folder: Path, tmp_path: Path) -> None:

@@ -124,23 +124,15 @@ NoiseProcess = FlowMatching | VariancePreserving
 """How a pipeline's scheduler relates a timestep to the noise in a sample, and what the model predicts."""
 
 
-def noise_process(
-    scheduler: Any,
-    density: str,
-    levels: Sequence[float] = (),
-    dense_steps: Sequence[int] = (),
-    followed: Sequence[float] = (),
-) -> NoiseProcess:
-    """That of a pipeline's scheduler, or an error naming what it lacks; at the `levels` of a run, if given."""
+def noise_process(scheduler: Any, density: str) -> NoiseProcess:
+    """That of a pipeline's scheduler, or an error naming what it lacks."""
     config = scheduler.config
     if type(scheduler).__name__.startswith("FlowMatch"):
         dynamic = None
         if config.get("use_dynamic_shifting"):
             dynamic = (config.base_shift, config.max_shift, config.base_image_seq_len, config.max_image_seq_len)
-        steps = config.num_train_timesteps
-        shift, run = float(config.shift or 1.0), (tuple(levels), tuple(dense_steps), tuple(followed))
-        return FlowMatching(density, shift, dynamic, steps, 1e-3, *run)
-    if levels:
+        return FlowMatching(density, float(config.shift or 1.0), dynamic, config.num_train_timesteps)
+    if density == "run":
         raise ValueError(
             f"sampling.density=run follows the noise levels of a FlowMatch scheduler, and this is a "
             f"{type(scheduler).__name__}; use another density"
@@ -153,5 +145,10 @@ def noise_process(
         raise ValueError(
             f"{type(scheduler).__name__} with prediction_type={prediction!r} is not known to training; load the "
             "pipeline with a FlowMatch scheduler, or one that predicts epsilon or v"
+        )
+    if density == "logit-normal":
+        raise ValueError(
+            f"sampling.density=logit-normal is of noise levels, and {type(scheduler).__name__} has whole timesteps; "
+            "set it to uniform or scheduler, which are one here"
         )
     return VariancePreserving(tuple(alphas.double().tolist()), prediction)

@@ -202,10 +202,13 @@ def not_finite_of(groups: Mapping[str, Sequence[nn.Parameter]]) -> str:
 
 def process_of(family: Family, sampling: Sampling, side: int, dense_steps: Sequence[int] = ()) -> NoiseProcess:
     """The noise process of a pipeline, at the levels of a run where sampling follows one."""
+    process = noise_process(family.pipe.scheduler, sampling.density)
+    if not isinstance(process, FlowMatching):
+        return process
     levels, followed = (
         () if steps is None else noise_levels(family, side, steps) for steps in (sampling.steps, sampling.follow)
     )
-    return noise_process(family.pipe.scheduler, sampling.density, levels, dense_steps, followed)
+    return replace(process, levels=levels, dense_steps=tuple(dense_steps), followed=followed)
 
 
 def noise_levels(family: Family, side: int, steps: int) -> tuple[float, ...]:
