@@ -22,7 +22,7 @@ from shiva.files import read_json, to_json
 from shiva.training.cache import LatentCache
 from shiva.training.log import Log
 from shiva.training.objectives import not_finite_of
-from shiva.training.process import sum_gradients
+from shiva.training.process import make_accelerator, sum_gradients
 from shiva.training.state import State, checkpoints, clean, load_state, locked, newest_state, save_state
 
 SOURCE = Path(shiva.__file__).parent.parent
@@ -240,3 +240,18 @@ def test_gradients_that_are_not_finite_are_named(value: float, named: str) -> No
     router, policy = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     router.grad, policy.grad = torch.tensor([value, 0.0]), torch.zeros(2)
     assert not_finite_of({"router": [router], "policy": [policy]}).startswith(named)
+
+
+@pytest.mark.parametrize("mps", [True, False])
+def test_a_mac_trains_on_its_cpu(mps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate would take mps by itself, which has no float64."""
+    asked: dict[str, Any] = {}
+
+    def accelerator(**options: Any) -> Any:
+        asked.update(options)
+        return SimpleNamespace(distributed_type=SimpleNamespace(value="NO"))
+
+    monkeypatch.setattr("accelerate.Accelerator", accelerator)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: mps)
+    make_accelerator("no", tmp_path, None)
+    assert asked["cpu"] == mps

@@ -71,7 +71,11 @@ def make_accelerator(precision: str, output: Path, wandb: str | None) -> Any:
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # or transformers loads no text encoder on other ranks
     patience = accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(days=7))
     accelerator = accelerate.Accelerator(
-        mixed_precision=precision, log_with=trackers, project_dir=str(output), kwargs_handlers=[patience]
+        mixed_precision=precision,
+        log_with=trackers,
+        project_dir=str(output),
+        kwargs_handlers=[patience],
+        cpu=torch.backends.mps.is_available(),  # which has no float64, as soft ranks need it
     )
     kind = accelerator.distributed_type.value
     if kind not in ("NO", "FSDP", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU"):
