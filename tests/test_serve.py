@@ -20,6 +20,8 @@ from PIL import Image, ImageChops
 from typer.testing import CliRunner
 
 from browser import PATIENCE, PHONE, TOO_WIDE, UNNAMED, become_a_phone, complaints, installed, open_browser, requested
+from pipelines import dit
+from pipelines_reach import REACH
 from shiva.cli import app
 from shiva.evaluate.drawing import Outcome, load_with_arguments
 from shiva.show import server
@@ -129,6 +131,32 @@ def test_a_turbo_opens_with_what_is_made_for_few_steps(monkeypatch: pytest.Monke
     monkeypatch.setattr("shiva.show.studio.checkpoint_for", lambda model, folder: EMOJI.parent / "lattice")
     assert list(ways_for("models/emoji-128-turbo"))[:3] == ["Shiva", "Lattice", "Sweep"]
     assert next(iter(ways_for("elsewhere", str(EMOJI.parent / "shiva" / "60")))) == "Shiva"
+    assert next(iter(ways_for("elsewhere", str(EMOJI.parent / "lattice")))) == "Lattice"
+
+
+def test_a_pipeline_of_classes_is_drawn() -> None:
+    pipe: Any = dit()
+    pipe.set_progress_bar_config(disable=True)
+    studio = Studio(pipe, guidance=2.0)
+    assert studio.calls == 1
+    drawn = studio.draw(Request(studio.example, 0, 2, 0.6))
+    assert drawn.flops < 1
+
+
+def test_where_guidance_takes_a_second_call_it_is_counted() -> None:
+    tiny = REACH["qwen"]
+    pipe = tiny.make()
+    pipe.set_progress_bar_config(disable=True)
+
+    class Embedded:
+        """The pipeline with embeddings in the prompts' place."""
+
+        transformer, scheduler = pipe.transformer, pipe.scheduler
+
+        def __call__(self, prompt: Any, negative_prompt: Any, true_cfg_scale: float, **how: Any) -> Any:
+            return pipe(**tiny.call(1, true_cfg_scale), **how)
+
+    assert Studio(Embedded(), guidance=3.0).calls == 2
 
 
 def test_without_gradio_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,14 +170,13 @@ def write_fit(fitted: Fit, output: Path, settings: dict[str, Any], **found: Any)
 
 def texts_of(pipe: Any, prompts: str, limit: int) -> list[str]:
     """The prompts that were asked for, by number or by file."""
-    import inspect
-
+    from shiva.evaluate.drawing import has_classes
     from shiva.evaluate.prompts import read_prompts
     from shiva.fitting import everyday_prompts
 
     if not prompts.isdecimal():
         return read_prompts(Path(prompts)).limited(limit).texts
-    if "class_labels" not in inspect.signature(pipe.__call__).parameters:
+    if not has_classes(pipe):
         return everyday_prompts(int(prompts))
     classes = pipe.transformer.config.num_embeds_ada_norm
     return [str(place * classes // int(prompts)) for place in range(int(prompts))]

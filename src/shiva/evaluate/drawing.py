@@ -200,9 +200,13 @@ def accepted(pipe: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def subjects(pipe: Any, prompts: Sequence[str]) -> dict[str, Any]:
     """The argument that tells a pipeline what to draw: prompts, or numbers of classes where it has those (DiT)."""
-    if "class_labels" not in inspect.signature(pipe.__call__).parameters:
+    if not has_classes(pipe):
         return {"prompt": list(prompts)}
     return {"class_labels": [class_number(pipe, prompt) for prompt in prompts]}
+
+
+def has_classes(pipe: Any) -> bool:
+    return "class_labels" in inspect.signature(pipe.__call__).parameters
 
 
 def class_number(pipe: Any, prompt: str) -> int:

@@ -139,7 +139,7 @@ def build(studio: Studio, model: str, steps: int) -> Any:
     """
     gradio = need_gradio()
     last, first = studio.spec.layers - 1, next(iter(studio.ways))
-    opening = Request("red apple", 0, steps, SHARE, first)
+    opening = Request(studio.example, 0, steps, SHARE, first)
     shown_first = studio.draw(opening)
     at = min(last, studio.spec.layers // 2), (len(shown_first.masks) - 1) // 2
     title = f"Shiva: the same image from less computation ({model})"

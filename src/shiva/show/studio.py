@@ -21,7 +21,7 @@ from shiva.core.layout import Layout
 from shiva.core.method import Method, MethodConfig
 from shiva.evaluate.candidates import Candidate
 from shiva.evaluate.checkout import checkpoint_for
-from shiva.evaluate.drawing import Outcome, generate
+from shiva.evaluate.drawing import Outcome, draw, generate, has_classes
 from shiva.evaluate.metrics.pixels import image_psnr
 from shiva.methods import Sweep, ToMeSD
 from shiva.methods.counts import CountOptions
@@ -84,8 +84,11 @@ def ways_for(model: str, checkpoint: str | None = None) -> dict[str, Way]:
     """The menu of a model: what needs no training, and what it has checkpoints of; the first is shown first."""
     ours = {"Shiva": checkpoint_for(model, "Shiva"), "Lattice": checkpoint_for(model, "Lattice")}
     trained = {name: str(path) for name, path in ours.items() if path is not None and path.is_dir()}
-    trained |= {} if checkpoint is None else {"Shiva": checkpoint}
     found = {name: Way(ShivaCheckpoint.from_pretrained(path)) for name, path in trained.items()}
+    if checkpoint is not None:
+        own = Way(ShivaCheckpoint.from_pretrained(checkpoint))
+        named = {type(own.config).__name__: own}
+        found = {**named, **found, **named}
     few_steps = Path(model).name.endswith("-turbo")  # where a sweep has too few to go round
     first = found if few_steps or checkpoint else {}
     return {**first, "Sweep": Way(Sweep()), **found, "Fewer steps": Way(None), "ToMeSD": Way(ToMeSD())}
@@ -188,9 +191,16 @@ class Studio:
         with attach(pipe, Sweep(budget=0.6)) as session, session.trace() as trace:
             self._warm_up()
             self.spec, self.grid, self.cost = session.spec, trace.grid, session.cost_model()
+            self.calls = len(session.stats) // WARM
+            """Of the transformer a step: two where guidance takes a second."""
+
+    @property
+    def example(self) -> str:
+        """A prompt that the pipeline takes."""
+        return "0" if has_classes(self.pipe) else "red apple"
 
     def _warm_up(self) -> None:
-        self.pipe(prompt="a", num_inference_steps=WARM, guidance_scale=self.guidance, **self.arguments)
+        draw(self.pipe, [self.example], 0, [0], WARM, self.guidance, **self.arguments)
 
     def cost_of(self, name: str) -> CostModel:
         """What a method's layers cost by their tokens, read off a short run of it."""
@@ -245,7 +255,7 @@ class Studio:
             dense_seconds=dense.median,
             remembered=remembered,
             seconds=outcome.median,
-            dense_tflops=self.cost.dense.true * request.steps / 1e12,
+            dense_tflops=self.cost.dense.true * self.calls * request.steps / 1e12,
             flops=share * steps / request.steps,
             masks=every if trace is None else trace.masks(),
         )
