@@ -36,7 +36,8 @@ class Cost:
     """Of one transformer call, a mean over a run's calls."""
 
     gflops: float
-    """True FLOPs; the method's own small part is not counted."""
+    """True FLOPs. Of a method on dense's own steps by the tokens that ran and its fill's own, a router's and a
+    matching's not counted; of fewer steps, other solvers and caches every matrix product of a whole run."""
     gflops_paper: float
     """The paper's convention: linear layers as multiply-accumulates, attention as FLOPs."""
     share: float

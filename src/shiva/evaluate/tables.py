@@ -89,12 +89,12 @@ def costs(evaluation: Evaluation, shown: Comparison) -> tuple[Table, dict[str, A
     return Table.of(
         "Cost of a step",
         rows,
-        "GFLOPs: true ones of a transformer call, a fill's own counted, a router's or a matching's not; of fewer "
-        "steps and step caches, those of a whole run over dense's steps; MACs counted once: as the paper counts, in "
-        "linear layers; latency: of a whole image, --batch of them a call, median ± half the distance of the "
-        "quartiles over turns that all take; speed-up: dense's latency over the method's; limit: the speed-up that "
-        "true FLOPs alone allow; one-step: the prediction against dense at dense's noisy latents"
-        + (untimed and f"; not timed: {untimed}"),
+        "GFLOPs: true ones of a transformer call, by the tokens that ran and a fill's own, a router's or a matching's "
+        "not counted; of fewer steps, other solvers and step caches, every matrix product of a whole run, a method's "
+        "own included, over dense's steps; MACs counted once: as the paper counts, in linear layers; latency: of a "
+        "whole image, --batch of them a call, median ± half the distance of the quartiles over turns that all take; "
+        "speed-up: dense's latency over the method's; limit: the speed-up that true FLOPs alone allow; one-step: the "
+        "prediction against dense at dense's noisy latents" + (untimed and f"; not timed: {untimed}"),
     ), found
 
 

@@ -234,7 +234,8 @@ METRICS = {
     "LPIPS to dense": "how different an image looks from the dense model's, by AlexNet.",
     "MSE to dense": "squared error of pixels against the dense model's image.",
     "cosine to dense": "cosine of pixels, around mid-grey, with the dense model's image.",
-    "GFLOPs": "true ones of one transformer call, the method's own small part not counted.",
+    "GFLOPs": "true ones of one transformer call, by the tokens that ran and a fill's own, a router's or a matching's "
+    "not counted; of fewer steps, other solvers and step caches every matrix product of a run, over dense's steps.",
     "GFLOPs, MACs counted once": "the same as the paper counts them: a multiplication and addition in a linear layer "
     "is one.",
     "latency": "seconds of a whole image, as the median of turns that all methods take.",
