@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +15,7 @@ pytest.importorskip("datasets")
 
 import torch
 from diffusers import StableDiffusion3Pipeline
+from safetensors import safe_open
 
 from recipes.emoji import data as emoji_data
 from recipes.emoji.assemble import assemble, load_pipeline, verify
@@ -32,7 +36,7 @@ from recipes.emoji.flow import (
 from recipes.emoji.optim import Optimizers, orthogonalize
 from recipes.emoji.placeholder import load_without_t5
 from recipes.emoji.score import generate, score_images
-from recipes.emoji.sitting import Clock, load_state, rate_factor, save_state, update_ema
+from recipes.emoji.sitting import Clock, add_arguments, load_state, rate_factor, save_state, sit, update_ema
 from recipes.emoji.towers import make_text_tower
 from recipes.emoji.vision import distort, make_vision_tower
 from reproduce.metrics.distances import frechet_distance, kernel_distance, retrieval
@@ -131,6 +135,30 @@ def test_write_atomic_leaves_no_half_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"):
         write_atomic(target, fail)
     assert target.read_text() == "old"
+
+
+def test_a_sitting_that_is_stopped_while_it_probes_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers: dict[int, Any] = {}
+    monkeypatch.setattr("recipes.emoji.sitting.signal.signal", handlers.__setitem__)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, name="run", batch=1, rate=1e-3, muon=1e-3, ema=0.9)
+    model, ema, *_ = tiny_run()
+
+    def probe() -> dict[str, float]:
+        handlers[signal.SIGTERM]()
+        return {}
+
+    sit(
+        parser.parse_args(["--probe-minutes", "0"]),
+        tmp_path,
+        model,
+        ema,
+        lambda generator: (sum(p.square().sum() for p in model.parameters()), 1),
+        probe,
+        lambda path: None,
+    )
+    with safe_open(tmp_path / "run.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["clock"])["step"] == 1
 
 
 def test_captions_start_with_the_label() -> None:

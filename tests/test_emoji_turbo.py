@@ -100,7 +100,9 @@ def test_a_pipeline_that_links_is_restored_and_trained_on(state: Path, tmp_path:
     """Another machine has the committed folders alone."""
     assemble(state, tmp_path / "emoji")
     assemble(state, tmp_path / "turbo", shares=tmp_path / "emoji", turbo=True)
+    (tmp_path / "state" / "tokenizer").mkdir(parents=True)
     clock = restore(tmp_path / "turbo", tmp_path / "state", "turbo")
+    assert not any((tmp_path / "state" / "tokenizer").iterdir()), "what is there stays"
     assert clock.fresh == clock.step
     assert (clock.step, clock.images) == (7, 56)
     again, known = load_transformer(tmp_path / "state" / "turbo.safetensors")

@@ -35,14 +35,14 @@ FOLDERS = {
 
 
 def restore(model: Path, state: Path, name: str = "transformer") -> Clock:
-    """Write the state that continues a committed pipeline; one that is there stays."""
+    """Write the state that continues a committed pipeline; components that are there stay."""
     verify(model)
     path = state / f"{name}.safetensors"
     if path.exists():
         raise FileExistsError(f"{path} is there already; training resumes from it, or pass another --state")
     for source, target in FOLDERS.items():
-        if (model / source).is_dir():
-            shutil.copytree(model / source, state / target, dirs_exist_ok=True)
+        if (model / source).is_dir() and not (state / target).exists():
+            shutil.copytree(model / source, state / target)
     transformer = SD3Transformer2DModel.from_pretrained(str(model / "transformer")).float().train()
     clock = Clock(**json.loads((model / MANIFEST).read_text())["training"])
     optimizers = Optimizers(transformer, rate=1e-3, muon_rate=2e-3, weight_decay=0.01)

@@ -170,6 +170,7 @@ def sit(
         if clock.seconds - drawn > options.grid_minutes * 60 or (ending and options.finish):
             drawn = clock.seconds
             draw(state / f"{options.name}-grids" / f"step-{clock.step:06d}.png")
-        if clock.seconds - saved > options.save_minutes * 60 or ending:
+        if clock.seconds - saved > options.save_minutes * 60 and not stopping:
             saved = clock.seconds
             save_state(path, model, ema, optimizers, generator, clock)
+    save_state(path, model, ema, optimizers, generator, clock)
