@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image, ImageChops
+from rich.progress import Progress
 
 from browser import PHONE, TOO_WIDE, UNNAMED, become_a_phone, complaints, open_browser, requested
 from shiva.cli.short import report
 from shiva.core.context import Trace
+from shiva.evaluate.drawing import hints
 from shiva.show import figures
-from shiva.show.demo import chosen_rows, demo_rows
+from shiva.show.demo import chosen_rows, demo_rows, make_demo
 from shiva.show.documents import figure_of
 from shiva.show.figures import Point, pareto_front
 from shiva.show.page import THUMBNAIL, Page
@@ -336,6 +338,28 @@ def test_the_demo_shows_dense_and_shiva_beside_the_baselines(monkeypatch: pytest
     assert shiva <= candidates.keys()
     assert {"ToMeSD", "ToFu", "SDTM", "ToMA", "IBTM"} <= candidates.keys()
     assert {"NeuralSort", "SparseDiT", "DyDiT", "DiffCR"} <= candidates.keys()
+
+
+def test_the_demo_loads_and_calls_a_model_as_its_file_of_candidates_says(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("{without: [image_encoder], arguments: {max_sequence_length: 9}, candidates: {dense: {}}}")
+    _, rows, _ = chosen_rows(str(file), every=False, steps=None)
+    assert hints("elsewhere", rows[0].file) == (("image_encoder",), {"max_sequence_length": 9})
+
+
+@pytest.mark.slow
+def test_the_demos_bar_ends_where_the_drawing_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bars = []
+
+    class Kept(Progress):
+        def __init__(self, **how: Any) -> None:
+            super().__init__(**how)
+            bars.append(self)
+
+    monkeypatch.setattr("shiva.show.demo.Progress", Kept)
+    monkeypatch.chdir(REPOSITORY)
+    make_demo("ToMeSD", every=False, output=tmp_path, steps=2, seed=0, count=3)
+    assert bars[0].tasks[0].completed == bars[0].tasks[0].total == 2 * 2 * 2, "turns, methods, steps"
 
 
 def test_the_demo_has_eight_rows_at_most_and_takes_the_larger_model_once_it_is_there(

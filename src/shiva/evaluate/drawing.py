@@ -27,7 +27,7 @@ from shiva.core import options
 from shiva.core.context import Trace
 from shiva.core.needs import install
 from shiva.cost import Summary
-from shiva.evaluate.candidates import Candidate
+from shiva.evaluate.candidates import Candidate, Candidates
 
 T = TypeVar("T")
 
@@ -124,21 +124,27 @@ def load_pipeline(model: str | Path, dtype: str = "float32", without: Sequence[s
     return pipe
 
 
-def hints(model: str | Path) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """What a model says of itself: components to load it without, and arguments of each call.
+def hints(model: str | Path, candidates: Candidates | None = None) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """What a model says of itself, and a file of candidates of it: components to load it without, arguments of a call.
 
     A third text encoder without layers, as the embedded model's, only stands where diffusers asks for one. Without it
     a prompt is 16 tokens, the form that model was trained on, instead of 16 and 256 empty ones.
     """
+    without: tuple[str, ...] = ()
+    arguments: dict[str, Any] = {}
     config = Path(model) / "text_encoder_3" / "config.json"
     if config.is_file() and json.loads(config.read_text()).get("num_layers") == 0:
-        return ("text_encoder_3", "tokenizer_3"), {"max_sequence_length": 0}
-    return (), {}
+        without, arguments = ("text_encoder_3", "tokenizer_3"), {"max_sequence_length": 0}
+    if candidates is None:
+        return without, arguments
+    return tuple(candidates.without) or without, {**arguments, **candidates.arguments}
 
 
-def load_with_arguments(model: str | Path, dtype: str = "float32", device: str = "cpu") -> tuple[Any, dict[str, Any]]:
+def load_with_arguments(
+    model: str | Path, dtype: str = "float32", device: str = "cpu", candidates: Candidates | None = None
+) -> tuple[Any, dict[str, Any]]:
     """A pipeline on its device, and what each call of it should be given."""
-    without, arguments = hints(model)
+    without, arguments = hints(model, candidates)
     return load_pipeline(model, dtype, without).to(check_device(device)), arguments
 
 

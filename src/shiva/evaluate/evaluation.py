@@ -162,9 +162,7 @@ def prepare(
     **settings: Any,
 ) -> dict[str, Any]:
     """Of an `Evaluation`: the pipeline, loaded when first asked for, its settings, processes and tools."""
-    workers, (without, arguments) = Workers(check_device(device)), hints(model)
-    if candidates is not None:
-        without, arguments = tuple(candidates.without) or without, {**arguments, **candidates.arguments}
+    workers, (without, arguments) = Workers(check_device(device)), hints(model, candidates)
     pipe = functools.cache(lambda: load_pipeline(model, dtype, without).to(workers.device))
     of_model: Any = {"model": model, "weights": fingerprint(Path(model)), "dtype": dtype}
     return {

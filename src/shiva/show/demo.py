@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from shiva.bench.table import Table, environment
 from shiva.checkpoint import write_atomically, write_image
-from shiva.evaluate.candidates import DENSE, Candidate, read_candidates, slug
+from shiva.evaluate.candidates import DENSE, Candidate, Candidates, read_candidates, slug
 from shiva.evaluate.checkout import BASE, TURBO, checkpoint_for, embedded, usual_run
 from shiva.evaluate.drawing import Outcome, draw, generate, load_with_arguments, quiet
 from shiva.evaluate.metrics.pixels import image_psnr
@@ -35,6 +35,8 @@ class Row:
     """The base model's where none is named."""
     steps: int = STEPS
     guidance: float = GUIDANCE
+    file: Candidates | None = None
+    """Where it is from a file, which may say how the model is loaded and called."""
 
     @property
     def passes(self) -> int:
@@ -86,7 +88,7 @@ def chosen_rows(methods: str | None, every: bool, steps: int | None) -> tuple[Pa
         base = base if read.model is None else Path(read.model)
         named = {DENSE: Candidate(), **{name: read.candidates[name] for name in read.of("main")}}
         rows = [
-            Row(name, replace(candidate, steps=None), None, candidate.steps or read.steps, read.guidance)
+            Row(name, replace(candidate, steps=None), None, candidate.steps or read.steps, read.guidance, read)
             for name, candidate in named.items()
         ]
     found, left_out = [], []
@@ -150,14 +152,15 @@ def make_demo(methods: str | None, every: bool, output: Path, steps: int | None,
     console, prompts = Console(), PROMPTS[:count]
     base, rows, left_out = chosen_rows(methods, every, steps)
     quiet()
-    loaded = {str(row.model): load_with_arguments(str(row.model)) for row in rows}
+    loaded = {str(row.model): load_with_arguments(str(row.model), candidates=row.file) for row in rows}
     for pipe, arguments in loaded.values():  # the first run of a process is slow, and dense is first
         draw(pipe, prompts[:1], 0, [0], 2, rows[0].guidance, **arguments)
     turn = -(-len(prompts) // TURNS)
     turns: dict[str, list[Outcome]] = {row.name: [] for row in rows}
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("generating", total=len(prompts) * sum(row.steps for row in rows))
-        for first in range(0, len(prompts), turn):
+        starts = range(0, len(prompts), turn)
+        task = progress.add_task("generating", total=len(starts) * sum(row.steps for row in rows))
+        for first in starts:
             part = prompts[first : first + turn]
             for row in rows:
                 turns[row.name].append(
