@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from shiva.evaluate.frontier import Point, advice, front, kind_of, make_grid
 from shiva.evaluate.images import Run, Settings
 from shiva.evaluate.prompts import Prompt, PromptSet
 from shiva.evaluate.protocols import main
-from shiva.evaluate.rivals import magnitude_ratios, multistep
+from shiva.evaluate.rivals import Solver, magnitude_ratios, multistep
 from test_evaluation import CANDIDATES, Prompted, make
 
 STEPS = 6
@@ -212,6 +212,9 @@ def test_the_grid_says_what_each_way_is() -> None:
     held = make_grid(8, (4,), pruned, [], solver="multistep")
     assert {name for name in held if "even" in name} == {"8 even", "4 even"}
     assert held["Sweep 0.6"].solver == held[DENSE].solver == "multistep"
+    for solver in get_args(Solver):
+        ways = list(make_grid(8, (4, 2), pruned, ["MagCache"], solver).values())
+        assert all(ways.count(way) == 1 for way in ways), "nothing is drawn twice"
 
 
 def test_checkpoints_keep_their_names_apart_and_turn_only_what_they_may(tmp_path: Path) -> None:

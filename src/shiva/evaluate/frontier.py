@@ -96,8 +96,9 @@ def make_grid(
     for name, way in pruned.items():
         for n in fewer_steps[:2]:
             found[f"{name} in {n} steps"] = dataclasses.replace(way, steps=n, solver=solver)
-            found[f"{name}, {n} {spaced}"] = dataclasses.replace(way, steps=n, solver=spaced)
-        for n in fewer_steps[:1]:
+            if spaced != solver:
+                found[f"{name}, {n} {spaced}"] = dataclasses.replace(way, steps=n, solver=spaced)
+        for n in fewer_steps[:1] if solver != "multistep" else ():
             found[f"{name}, {n} multistep"] = dataclasses.replace(way, steps=n, solver="multistep")
         for c in caches[:1]:
             found[f"{name} with {c}"] = dataclasses.replace(way, cache=c, setting=SETTINGS[c][0], solver=solver)
