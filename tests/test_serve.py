@@ -88,7 +88,7 @@ def test_a_method_runs_before_it_is_timed(studio: Studio, monkeypatch: pytest.Mo
 
     def noted(pipe: Any, prompts: Any, candidates: Any, *, steps: int, **how: Any) -> Any:
         runs.extend((name, steps) for name in candidates)
-        return {name: Outcome([Image.new("RGB", (64, 64))], [1.0], None) for name in candidates}
+        return {name: Outcome([Image.new("RGB", (64, 64))], 1.0, None) for name in candidates}
 
     monkeypatch.setattr("shiva.show.studio.generate", noted)
     monkeypatch.setattr(studio, "_warm", set())

@@ -174,7 +174,7 @@ class Runner:
             if not file.is_file():
                 self.generate(runners[0], seed=0)  # the first run of a process is slow, and dense is the measure
                 turns = progress(runners, f"time, round {number + 1} of {rounds}")
-                taken = {point.name: self.generate(point, seed=0).median for point in turns}
+                taken = {point.name: self.generate(point, seed=0).seconds for point in turns}
                 write_atomically(file, json.dumps(taken).encode())
             kept.append(json.loads(file.read_text()))
         medians = {point.name: statistics.median(taken[point.name] for taken in kept) for point in runners}

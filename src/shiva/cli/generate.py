@@ -83,7 +83,7 @@ def generate(
     settings: dict[str, Any] = {"model": model, "prompts": prompts, "checkpoint": checkpoint, "method": method}
     settings |= {"preset": preset, "options": dataclasses.asdict(config) if isinstance(config, MethodConfig) else None}  # type: ignore[call-overload]
     settings |= {"set": candidate.options, "steps": steps, "guidance": guidance, "seed": seed, "dtype": dtype, **asked}
-    report: dict[str, Any] = {"environment": environment(), "settings": settings, "seconds": outcome.median}
+    report: dict[str, Any] = {"environment": environment(), "settings": settings, "seconds": outcome.seconds}
     report["summary"] = None if outcome.summary is None else outcome.summary.to_dict()
     write_atomically(output / "run.json", json.dumps(report, indent=2, default=str).encode() + b"\n")
 

@@ -10,7 +10,6 @@ import inspect
 import itertools
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -251,17 +250,13 @@ def stepping(scheduler: Any, tick: Callable[[int], None]) -> Iterator[None]:
 
 @dataclass
 class Outcome:
-    """Images of one candidate, its time a round, and what it spared."""
+    """Images of one candidate, their time, and what it spared."""
 
     images: list[Any]
-    seconds: list[float]
+    seconds: float
     summary: Summary | None
     trace: Trace | None = None
-    """What the last round chose, where it was asked for."""
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
+    """What it chose, where it was asked for."""
 
 
 def generate(
@@ -273,36 +268,30 @@ def generate(
     guidance: float,
     seed: int,
     first: int = 0,
-    rounds: int = 1,
     batch: int | None = None,
     trace: bool = False,
     progress: Callable[[str, int], None] = lambda name, step: None,
     **arguments: Any,
 ) -> dict[str, Outcome]:
-    """Run every candidate on the same prompts and noise, in turns; the same seed gives the same images.
+    """Run every candidate on the same prompts and noise; the same seed gives the same images.
 
     A call holds `batch` prompts, or all of them; some methods share choices over a call. The summary is of the last.
     `first` is the first prompt's place in a longer list, of which these are a part.
     """
     size = batch or len(prompts)
     outcomes: dict[str, Outcome] = {}
-    for _ in range(rounds):
-        for name, candidate in candidates.items():
-            with contextlib.ExitStack() as stack:
-                session = stack.enter_context(candidate.attached(pipe))
-                seen = stack.enter_context(session.trace()) if session is not None and trace else None
-                start = time.perf_counter()
-                images = []
-                for place in range(0, len(prompts), size):
-                    called = prompts[place : place + size]
-                    places = range(first + place, first + place + len(called))
-                    with stepping(pipe.scheduler, functools.partial(progress, name)):
-                        images += draw(pipe, called, seed, places, steps, guidance, **arguments)
-                seconds = time.perf_counter() - start
-                summary = None if session is None else session.summary()
-            if name in outcomes:
-                outcomes[name].seconds.append(seconds)
-                outcomes[name].trace = seen
-            else:
-                outcomes[name] = Outcome(images, [seconds], summary, seen)
+    for name, candidate in candidates.items():
+        with contextlib.ExitStack() as stack:
+            session = stack.enter_context(candidate.attached(pipe))
+            seen = stack.enter_context(session.trace()) if session is not None and trace else None
+            start = time.perf_counter()
+            images = []
+            for place in range(0, len(prompts), size):
+                called = prompts[place : place + size]
+                places = range(first + place, first + place + len(called))
+                with stepping(pipe.scheduler, functools.partial(progress, name)):
+                    images += draw(pipe, called, seed, places, steps, guidance, **arguments)
+            seconds = time.perf_counter() - start
+            summary = None if session is None else session.summary()
+        outcomes[name] = Outcome(images, seconds, summary, seen)
     return outcomes

@@ -132,7 +132,7 @@ class Drawings:
     @property
     def seconds(self) -> float:
         """Of an image."""
-        return statistics.median(turn.median / len(turn.images) for turn in self.turns)
+        return statistics.median(turn.seconds / len(turn.images) for turn in self.turns)
 
     def flops(self, dense: Drawings) -> float:
         """As a share of the dense run."""

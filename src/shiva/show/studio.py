@@ -252,9 +252,9 @@ class Studio:
         return Drawn(
             dense=dense.images[0],
             reduced=outcome.images[0],
-            dense_seconds=dense.median,
+            dense_seconds=dense.seconds,
             remembered=remembered,
-            seconds=outcome.median,
+            seconds=outcome.seconds,
             dense_tflops=self.cost.dense.true * self.calls * request.steps / 1e12,
             flops=share * steps / request.steps,
             masks=every if trace is None else trace.masks(),
