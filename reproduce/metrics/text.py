@@ -80,20 +80,20 @@ def ranks(subject: Subject, tools: Tools) -> Tensor:
     return ranks_of(*cosines(subject, tools))
 
 
-@metric("text_image", "text-image score", needs="prompts", higher=True, weights=WEIGHTS)
+@metric("text_image", "text-image score", needs="prompts", higher=True)
 def text_image(subject: Subject, tools: Tools) -> Tensor:
     """Cosine of the image with its own text; not CLIP score."""
     scores, right = cosines(subject, tools)
     return scores.gather(1, right[:, None])[:, 0]
 
 
-@metric("top1", "top-1 label", needs="prompts", higher=True, weights=WEIGHTS)
+@metric("top1", "top-1 label", needs="prompts", higher=True)
 def top1(subject: Subject, tools: Tools) -> Tensor:
     """Share of images whose own label is the best of all."""
     return (ranks(subject, tools) < 1).float()
 
 
-@metric("top5", "top-5 labels", needs="prompts", higher=True, weights=WEIGHTS)
+@metric("top5", "top-5 labels", needs="prompts", higher=True)
 def top5(subject: Subject, tools: Tools) -> Tensor:
     """Share of images whose own label is among the best five."""
     return (ranks(subject, tools) < 5).float()

