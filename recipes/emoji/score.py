@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +26,7 @@ from recipes.emoji.common import EmojiData, load_data, parquet, save_grid, state
 from recipes.emoji.placeholder import load_without_t5
 from reproduce.metrics.distances import frechet_distance, kernel_distance, retrieval
 from reproduce.metrics.text import SIDE, TextImageScore
+from shiva.bench.table import environment
 from shiva.evaluate.metrics import resized
 
 
@@ -92,12 +90,6 @@ def autoencoder_psnr(pipe: StableDiffusion3Pipeline, images: Tensor, batch: int 
         rebuilt = pipe.vae.decode(pipe.vae.encode(chunk).latent_dist.mode()).sample
         values.append(psnr(rebuilt.clamp(-1, 1), chunk))
     return torch.cat(values).mean().item()
-
-
-def environment() -> dict[str, Any]:
-    packages = {name: version(name) for name in ("torch", "diffusers", "transformers")}
-    machine = {"python": platform.python_version(), "machine": platform.machine()}
-    return {**packages, **machine, "threads": torch.get_num_threads(), "date": date.today().isoformat()}
 
 
 def plot_curve(curve: list[dict[str, Any]], path: Path) -> None:

@@ -26,17 +26,15 @@ from shiva.cli.bench import (
     Batch,
     Budgets,
     Flat,
-    Height,
     Layers,
     Model,
     Name,
     Rounds,
-    Width,
     settings_of,
     shape_of,
     shiva_entries,
 )
-from shiva.cli.terminal import Output, Record, Threads, folder_of, numbers, progress_line
+from shiva.cli.terminal import Height, Output, Record, Threads, Width, folder_of, numbers, progress_line
 from shiva.methods import DyDiT
 
 app = typer.Typer()

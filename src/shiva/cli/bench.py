@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shiva.cli.terminal import Output, Record, Threads, folder_of, numbers, progress_line
+from shiva.cli.terminal import Height, Output, Record, Threads, Width, folder_of, numbers, progress_line
 from shiva.evaluate.checkout import reproduce
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ Model = Annotated[
     str, typer.Option(help="sd3-medium, flux-dev, pixart-sigma, emoji, or a local folder; random weights")
 ]
 Layers = Annotated[int | None, typer.Option(min=1, help="A slice of this many blocks; all of them otherwise")]
-Height = Annotated[int | None, typer.Option(min=1, help="Image height in pixels; the model's own otherwise")]
-Width = Annotated[int | None, typer.Option(min=1, help="Image width in pixels; the model's own otherwise")]
 Batch = Annotated[int | None, typer.Option(min=1, help="Batch; as the pipeline runs it otherwise")]
 Budgets = Annotated[str, typer.Option(help="Shiva's mean keeps, separated by commas")]
 Flat = Annotated[bool, typer.Option("--flat", help="The same ratio everywhere, not the learned table's shape")]
