@@ -185,7 +185,7 @@ def test_a_frontier_shows_its_table_and_figure_beside_its_images(tmp_path: Path)
     assert "8 steps" in page
     assert page.count("data:image/png;base64") == 5 + 1
     shutil.rmtree(folder / "images")
-    assert "shiva frontier models/emoji --prompts FILE --limit 2 --steps 20" in str(collect([folder]))
+    assert "shiva frontier models/emoji --prompts FILE --steps 20 --guidance 4 --limit 2" in str(collect([folder]))
 
 
 def test_an_evaluation_reads_in_the_order_of_its_protocols_and_tables(tmp_path: Path) -> None:

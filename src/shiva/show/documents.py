@@ -104,13 +104,11 @@ def tables_of(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield table
 
 
-TITLES = {"bench": "Speed", "validate": "The paper's claims", "frontier": "What to do for less time"}
-
-
 def add_documents(page: Page, name: str, paths: Sequence[Path]) -> None:
     """Tables, claims and figures of results, then where each was measured."""
     documents = [(path, read_document(path)) for path in paths]
-    page.heading(TITLES.get(name, name))
+    titles = {"bench": "Speed", "validate": "The paper's claims", "frontier": "What to do for less time"}
+    page.heading(titles.get(name, name))
     claims = [(path.stem, claim) for path, document in documents for claim in document.claims]
     if claims:
         headings = ("experiment", "claim", "paper", "here", "verdict")
@@ -247,13 +245,14 @@ def opened(file: Path, folder: Path) -> Any:
 
 def command(folder: Path, run: Mapping[str, Any]) -> str:
     """What makes an evaluation's images."""
-    model, seeds = run["settings"]["model"], ",".join(map(str, run["seeds"]))
+    settings, seeds = run["settings"], ",".join(map(str, run["seeds"]))
+    model, how = settings["model"], f"--limit {len(run['prompts'])} --seeds {seeds} --output {folder}"
     if (folder / "frontier.json").is_file():
-        how = f"--steps {run['settings']['steps']} --guidance {run['settings']['guidance']:g} --seeds {seeds}"
-        return f"shiva frontier {model} --prompts FILE --limit {len(run['prompts'])} {how} --output {folder}"
+        steps = f"--steps {settings['steps']} --guidance {settings['guidance']:g}"
+        return f"shiva frontier {model} --prompts FILE {steps} {how}"
     recipe = Path("recipes/eval") / f"{Path(model).name}.yaml"
     methods = recipe if recipe.is_file() else "FILE"
-    return f"shiva eval {model} --methods {methods} --limit {len(run['prompts'])} --seeds {seeds} --output {folder}"
+    return f"shiva eval {model} --methods {methods} {how}"
 
 
 # -- quality against cost --------------------------------------------------------------------------------
