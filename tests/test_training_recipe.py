@@ -71,6 +71,10 @@ def test_the_preset_paper_holds_the_papers_values() -> None:
         ({"weights": {"bugdet": 3}}, "weights.bugdet=3: weights has no option 'bugdet'; did you mean 'budget'"),
         ({"weights": {"budget": float("nan")}}, "weights.budget=nan is not finite"),
         ({"weights": 3}, "weights=3 is not a mapping"),
+        (
+            {"weights": {"diffusion": 0, "distill": 0, "output": 0, "budget": 0}},
+            "weights are all 0, so nothing is learned; set one above 0",
+        ),
         ({"temperatures": {"rank_end": 0}}, "temperatures.rank_end=0.0 is not above 0"),
         ({"sampling": {"caption_dropout": float("nan")}}, "sampling.caption_dropout=nan is not finite"),
         ({"sampling": {"batch": True}}, "sampling.batch=True is not a whole number"),

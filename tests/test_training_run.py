@@ -182,6 +182,8 @@ def test_a_rollout_needs_a_run(folder: Path, sampling: dict[str, Any], message: 
             "set weights: {diffusion: 0, distill: 0, output: 1}",
         ),
         ({"method": {"fill": "cached"}}, "set method.fill to shortcut"),
+        ({"weights": {"output": 0.0}}, "sampling.rollout=1.0 has no target but the dense model; set weights.output"),
+        ({"weights": {"output": 0.0, "distill": 1.0}, "distill": {"every": 0}}, "has no target but the dense model"),
         ({"method": {"dense_steps": [0]}, "stages": {"all": {"ratios": "policy"}}}, "set its ratios: stratified"),
     ],
 )

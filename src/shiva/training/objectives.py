@@ -151,7 +151,11 @@ class Objectives:
         """Accumulate the gradients of this micro-batch's `share` of the loss; the losses, detached, and the keep."""
         losses, keep = self.losses(batch)
         total = sum(self.weights.get(name, 1.0) * loss for name, loss in losses.items() if self.weights.get(name, 1.0))
-        assert isinstance(total, Tensor)
+        if not isinstance(total, Tensor) or not total.requires_grad:
+            raise ValueError(
+                f"of the losses {', '.join(losses)} none of a weight above 0 depends on what is trained; raise "
+                "another of weights, such as weights.diffusion"
+            )
         backward(total * share)
         if self.weights["complete"]:
             with dense(self.session, adapters=True):

@@ -44,7 +44,7 @@ class Recipe:
     logging: sections.Logging = field(default_factory=sections.Logging)
     start: str | None = None
     """Folder of another run whose newest weights this one begins with, so that one warm-up serves several budgets; or
-    of a checkpoint, such as `shiva fit` writes, of which it takes what fits."""
+    of a checkpoint, such as `shiva fit` writes, of which it takes what fits: its adapter and policy start anew."""
     seed: int = 0
     """All randomness derives from it and the step."""
 
@@ -61,6 +61,8 @@ class Recipe:
             if name not in known:
                 raise ValueError(f"weights.{name}={weight:g}: {options.unknown_key(name, known, 'weights')}")
         object.__setattr__(self, "weights", {**WEIGHTS, **self.weights})
+        if not any(self.weights.values()):
+            raise ValueError("weights are all 0, so nothing is learned; set one above 0, such as weights.diffusion")
         self._check_run(self.method_config())
 
     def _check_run(self, method: MethodConfig) -> None:
@@ -70,6 +72,11 @@ class Recipe:
             raise ValueError(
                 f"sampling.follow={sampling.follow} leads samples to the dense run, which is the target of the output "
                 "loss alone; set weights: {diffusion: 0, distill: 0, output: 1}"
+            )
+        if sampling.rollout and not weights["output"] and not (weights["distill"] and self.distill.every):
+            raise ValueError(
+                f"sampling.rollout={sampling.rollout} has no target but the dense model; set weights.output, or "
+                "weights.distill, above 0"
             )
         if sampling.rollout and getattr(method, "may_cache", False):
             raise ValueError(
