@@ -13,17 +13,28 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 import shiva
 from shiva.checkpoint import write_atomically
 from shiva.cli.terminal import explain
+from shiva.core.method import BackboneSpec
 from shiva.files import read_json, to_json
 from shiva.training.cache import LatentCache
-from shiva.training.log import Log
+from shiva.training.log import Log, grid_of
 from shiva.training.objectives import not_finite_of
 from shiva.training.process import make_accelerator, sum_gradients
-from shiva.training.state import State, checkpoints, clean, load_state, locked, newest_state, save_state
+from shiva.training.state import (
+    State,
+    checkpoints,
+    clean,
+    load_state,
+    locked,
+    newest_state,
+    save_state,
+    weights_for,
+)
 
 SOURCE = Path(shiva.__file__).parent.parent
 
@@ -135,6 +146,7 @@ def test_a_folder_is_one_runs_at_a_time_and_free_after_a_kill(tmp_path: Path) ->
 
 def test_what_a_killed_run_was_writing_goes_and_all_else_stays(tmp_path: Path) -> None:
     stay = [
+        "metrics.json",
         "metrics.jsonl",
         ".gitignore",
         ".lock",
@@ -150,7 +162,7 @@ def test_what_a_killed_run_was_writing_goes_and_all_else_stays(tmp_path: Path) -
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == sorted(stay)
     clean(tmp_path, fresh=True)
     assert not (tmp_path / "states").exists()
-    assert not (tmp_path / "metrics.jsonl").exists()
+    assert not list(tmp_path.glob("metrics.json*"))
     assert (tmp_path / "latents").is_dir()
 
 
@@ -255,3 +267,19 @@ def test_a_mac_trains_on_its_cpu(mps: bool, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: mps)
     make_accelerator("no", tmp_path, None)
     assert asked["cpu"] == mps
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0.6, False), (0.8, True)])
+def test_a_policy_for_another_share_stays_behind_whatever_its_option_is_called(keep: float, left: bool) -> None:
+    method: Any = shiva.LapSum(keep=keep).build(BackboneSpec("SD3Transformer2DModel", 4, 32, 32, 20, 4))
+    state = State(1, "all", {"method": {"name": "LapSum", "keep": 0.6}}, dict(method.state_dict()), {}, {})
+    found = weights_for(method, state, {"name": "LapSum", "keep": keep})
+    assert ("ratio_logits" not in found) == left
+    assert any(name.startswith("routers") for name in found)
+
+
+def test_pictures_of_several_sizes_have_room_beside_each_other() -> None:
+    small, large = Image.new("RGB", (2, 3), "red"), Image.new("RGB", (4, 2), "blue")
+    sheet = grid_of([[small, large]])
+    assert sheet.size == (8, 3)
+    assert sheet.getpixel((7, 1)) == (0, 0, 255)

@@ -128,8 +128,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def grid_of(rows: list[list[Any]]) -> Any:
-    """PIL images in rows as one."""
-    width, height = rows[0][0].size
+    """PIL images in rows as one, with room for the largest."""
+    width, height = (max(sides) for sides in zip(*(picture.size for row in rows for picture in row), strict=True))
     sheet = need("PIL.Image", "train").new("RGB", (width * len(rows[0]), height * len(rows)), "white")
     for y, row in enumerate(rows):
         for x, picture in enumerate(row):

@@ -8,7 +8,7 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,8 @@ def clean(output: Path, *, fresh: bool = False) -> None:
         for path in folder.glob(".*") if folder.is_dir() else ():
             if TEMPORARY.fullmatch(path.name):
                 remove(path)
-    for name in ("states", "checkpoint", "pictures", "metrics.jsonl", "validation.jsonl") if fresh else ():
+    told = ("metrics.json", "metrics.jsonl", "validation.jsonl")
+    for name in ("states", "checkpoint", "pictures", *told) if fresh else ():
         remove(output / name)
 
 
@@ -131,9 +132,13 @@ def sync_folder(folder: Path) -> None:
 # -- states ------------------------------------------------------------------------------------------
 
 
+def state_folder(root: Path, step: int) -> Path:
+    return root / f"step-{step:08d}"
+
+
 def save_state(root: Path, state: State, keep: int) -> Path:
     """Write a state's folder, and prune the others."""
-    folder, buffer = root / f"step-{state.step:08d}", io.BytesIO()
+    folder, buffer = state_folder(root, state.step), io.BytesIO()
     torch.save(state.optimizer, buffer)
     tensors = {"method": state.method, "tables": state.tables, "adapter": state.adapter}
     files = {f"{name}.safetensors": save(part) for name, part in tensors.items() if part or name == "method"}
@@ -219,15 +224,16 @@ def files_of(about: About) -> list[str]:
     return ["method.safetensors", "optimizer.pt", *(["adapter.safetensors"] if adapted else [])]
 
 
-def weights_for(method: Trainable, state: State, budget: float | None) -> dict[str, Tensor]:
-    """What a run for this budget may begin with of another's state.
+def weights_for(method: Trainable, state: State, options: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What a run with these options of its method may begin with of another's state.
 
     Its budget's moving average is its own and stays behind, as does a policy that was meant for another budget.
     """
     span = getattr(method.config, "span", 1)
     if state.recipe["method"].get("span", 1) != span:
         raise ValueError(f"start: that run has not method.span={span}; make it the same")
-    same_budget = state.recipe["method"].get("budget") == budget
+    before, names = state.recipe["method"], {str(method.config.knob), *method.config.either}
+    same_budget = all(before.get(name) == options.get(name) for name in names)
     other = [] if same_budget else [id(parameter) for parameter in method.groups().get("policy", [])]
     learned = {name: weight for name, weight in method.named_parameters() if id(weight) not in other}
     for name, weight in learned.items():

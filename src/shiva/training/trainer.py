@@ -139,9 +139,7 @@ class Trainer:
             self.log.say(f"starting with {', '.join(sorted({name.partition('.')[0] for name in names}))} of {run}")
             return
         state = found[1]
-        self.method.load_state_dict(
-            states.weights_for(self.method, state, self.recipe.method.get("budget")), strict=False
-        )
+        self.method.load_state_dict(states.weights_for(self.method, state, self.recipe.method), strict=False)
         self.adapter.load(state.adapter)
         self.log.say(f"starting with the weights of {run} at its step {state.step}")
 
