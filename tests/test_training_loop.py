@@ -29,7 +29,7 @@ from shiva.training.objectives import NonFiniteError
 from shiva.training.process import Sharding, sharding_of
 from shiva.training.recipe import recipe_from
 from shiva.training.state import checkpoints, load_state, locked
-from shiva.training.trainer import Trainer
+from shiva.training.trainer import MOST_SKIPPED, Trainer
 from training_rank import train_noting
 from training_tiny import make_folder, tiny_recipe
 
@@ -190,6 +190,71 @@ def test_an_unknown_group_or_weight_is_refused(folder: Path, tmp_path: Path) -> 
         trainer_of(folder, tmp_path, stages={"warmup": {"trains": ["ruter"]}})
     with pytest.raises(ValueError, match="did you mean 'budget'"):
         trainer_of(folder, tmp_path, weights={"budgt": 2.0})
+
+
+def test_losses_that_nothing_trained_enters_are_named(folder: Path, tmp_path: Path) -> None:
+    """Of a router warm-up at drawn ratios there is no budget to pay."""
+    weights = {"diffusion": 0.0, "distill": 0.0, "output": 0.0}
+    trainer = trainer_of(folder, tmp_path, weights=weights)
+    with pytest.raises(ValueError, match="none of a weight above 0 depends on what is trained; raise"):
+        run_steps(trainer, 1)
+
+
+class Scaler:
+    """As of fp16, whose state is all that counts."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, float] = {"scale": 8.0}
+
+    def state_dict(self) -> dict[str, float]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.state = dict(state)
+
+
+def test_a_gradient_that_no_scale_makes_finite_ends_the_run(folder: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(folder, tmp_path)
+    run_steps(trainer, 1)
+    trainer.accelerator.scaler = Scaler()
+    now, (weight, *_) = moment(trainer.recipe.stages, 1), trainer.trained()
+    assert now is not None
+
+    def update(value: float) -> None:
+        weight.grad = torch.full_like(weight, value)
+        with torch.no_grad():
+            kept = weight.clone()
+            trainer.update(now)
+            weight.copy_(kept)
+
+    for value in (torch.nan, 1.0, *[torch.nan] * MOST_SKIPPED):
+        update(value)
+    with pytest.raises(NonFiniteError, match="step 1: the gradient of router is not finite"):
+        update(torch.nan)
+
+
+def test_the_scale_of_fp16_is_taken_up_at_the_end_of_a_stage_too(folder: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(folder, tmp_path)
+    run_steps(trainer, 3)
+    trainer.accelerator.scaler = Scaler()
+    trainer.accelerator.scaler.state = {"scale": 2.0}
+    now = moment(trainer.recipe.stages, 2)
+    assert now is not None
+    assert now.last
+    trainer.save(now)
+    trainer.accelerator.scaler = Scaler()
+    (saved,) = checkpoints(tmp_path / "states")
+    trainer.restore(saved, load_state(saved))
+    assert trainer.accelerator.scaler.state == {"scale": 2.0}
+
+
+def test_every_rank_knows_the_newest_state(folder: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(folder, tmp_path)
+    trainer.main, trainer.step = False, 2
+    now = moment(trainer.recipe.stages, 1)
+    assert now is not None
+    trainer.save(now)
+    assert trainer.newest == tmp_path / "states" / "step-00000002"
 
 
 TRAINED = {type(row.on).__name__: row.on for row in METHODS.values() if row.differentiable}

@@ -28,6 +28,8 @@ from shiva.training.recipe import Recipe
 from shiva.training.state import State
 from shiva.training.validation import Validator
 
+MOST_SKIPPED = 20
+"""So many halvings bring the scale of fp16 from its start to below 1; what is not finite then is so at any."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}
 
 
@@ -53,6 +55,8 @@ class Trainer:
         self.groups: dict[str, list[nn.Parameter]] = {}
         self.optimizer: Any = None
         self.step = 0
+        self.skipped = 0
+        """Steps in a row whose gradient was not finite, which a scaler of fp16 leaves out."""
         self.newest: Path | None = None
         """The state to go back to."""
 
@@ -121,14 +125,14 @@ class Trainer:
         self.method.load_state_dict(state.method)
         self.method.load_tables(state.tables)
         self.adapter.load(state.adapter)
+        optimizer, scaler = dict(state.optimizer), self.accelerator.scaler
+        scale = optimizer.pop("scaler", None)
+        if scaler is not None and scale is not None:
+            scaler.load_state_dict(scale)
         now = moment(self.recipe.stages, self.step)
         if now is not None and now.step > 0:
             self.enter(now)
-            optimizer, scaler = dict(state.optimizer), self.accelerator.scaler
-            scale = optimizer.pop("scaler", None)
             self.optimizer.load_state_dict(optimizer)
-            if scaler is not None and scale is not None:
-                scaler.load_state_dict(scale)
         self.log.say(f"continuing {self.newest} at step {self.step} of {self.recipe.steps}")
 
     def start_from(self, run: Path) -> None:
@@ -240,7 +244,8 @@ class Trainer:
             part["lr"] = self.recipe.optimizer.rate(part["name"]) * factor
         self.accelerator.unscale_gradients()
         norm = float(nn.utils.clip_grad_norm_(self.trained(), self.recipe.optimizer.clip or math.inf))
-        if not math.isfinite(norm) and self.accelerator.scaler is None:
+        self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
+        if self.skipped > (0 if self.accelerator.scaler is None else MOST_SKIPPED):
             raise NonFiniteError(f"the gradient of {not_finite_of(self.groups)} is not finite", self.step, self.newest)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -264,8 +269,9 @@ class Trainer:
             optimizer = {**self.optimizer.state_dict(), **scale}
             learned = (method, self.method.tables(), optimizer, self.adapter.weights())
             state = State(self.step, now.stage.name, self.recipe.to_dict(), *learned)
-            self.newest = states.save_state(self.output / "states", state, self.recipe.checkpoints.keep)
+            states.save_state(self.output / "states", state, self.recipe.checkpoints.keep)
         self.accelerator.wait_for_everyone()
+        self.newest = states.state_folder(self.output / "states", self.step)
 
     def validate(self) -> None:
         """By the main process, and by all where they hold a share of the weights each; the record is last."""
