@@ -189,6 +189,9 @@ class UNetPipeline:
     def to(self, device: str) -> None:
         pass
 
+    def __call__(self, prompt: str) -> None:
+        pass
+
 
 def test_a_method_that_a_pipeline_cannot_run_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
