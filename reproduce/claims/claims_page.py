@@ -70,7 +70,8 @@ class Twice:
     def verdict(self) -> str:
         if self.changed:
             return f"**{self.large['verdict']}**, on 256 tokens {self.small['verdict']}"
-        return f"{'' if self.undecided else 'still '}{self.large['verdict']}{', one seed' if self.single else ''}"
+        plain = self.undecided or self.large["verdict"] == "not in the paper"
+        return f"{'' if plain else 'still '}{self.large['verdict']}{', one seed' if self.single else ''}"
 
 
 def on_both(records: list[Record], large: list[Record]) -> list[Twice]:
