@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +12,6 @@ from shiva.core.reduction import flat_rows, gather, scatter, select
 from shiva.ops.softrank import soft_rank
 from shiva.ops.topk import (
     Selection,
-    check_scores,
     guess_updates,
     hard_topk,
     inclusion,
@@ -162,18 +158,3 @@ def test_gradients_reach_scores_and_budget_and_sum_to_zero_over_scores() -> None
     assert budget.grad is not None
     assert budget.grad != 0
     assert soft_rank(scores, 0.2).shape == scores.shape
-
-
-def test_scores_without_an_order_wait_for_an_accelerator_in_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An assertion on the device ends the process, and training could not say where it happened."""
-    late: list[str] = []
-    monkeypatch.setattr("torch._assert_async", lambda held, message: late.append(message))
-    scores: Any = SimpleNamespace(
-        device=torch.device("cuda"), is_meta=False, isfinite=lambda: torch.tensor([True, False])
-    )
-    with torch.no_grad():
-        check_scores(scores)
-    assert len(late) == 1
-    with pytest.raises(ValueError, match="router scores hold NaN or infinity"):
-        check_scores(scores)
-    assert len(late) == 1

@@ -20,12 +20,11 @@ def token_count(ratio: float, tokens: int) -> int:
 
 
 def check_scores(scores: Tensor) -> None:
-    """Refuse scores that have no order. On an accelerator the check does not wait for the device, but in training:
-    what fails there late takes the process with it, and the error could not be told."""
+    """Refuse scores that have no order. On an accelerator the check does not wait for the device."""
     message = "router scores hold NaN or infinity; check the checkpoint's weights, or run in float32 or bfloat16"
     if torch.compiler.is_compiling() or scores.is_meta:
         return
-    if scores.device.type != "cpu" and not torch.is_grad_enabled():
+    if scores.device.type != "cpu":
         torch._assert_async(scores.isfinite().all(), message)
     elif not scores.isfinite().all():
         raise ValueError(message)

@@ -165,8 +165,9 @@ class Objectives:
             total = total.detach() + self.weights["complete"] * losses["complete"].detach()
         return {"loss": total.detach(), **{name: loss.detach() for name, loss in losses.items()}}, keep
 
+    @torch.no_grad()
     def diagnose(self, batch: MicroBatch) -> str | None:
-        """Run a micro-batch again as it was, dense and reduced, and name the first thing that is not finite."""
+        """Run a micro-batch again, dense and reduced, and name the first thing that is not finite."""
         for name, value in {"latents": batch.latents, **{f"text {k}": v for k, v in batch.text.items()}}.items():
             if value.is_floating_point() and not value.isfinite().all():
                 return f"the data's {name} are not finite"
