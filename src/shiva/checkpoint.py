@@ -168,13 +168,15 @@ class ShivaCheckpoint(
 
     def _save_pretrained(self, save_directory: Path) -> None:
         folder = Path(save_directory)
-        remove_earlier(folder)
+        remove_card(folder)
         tables = {TABLE + name: tensor for name, tensor in self.tables.items()}
         write_atomically(folder / WEIGHTS_FILE, save({**self.weights, **tables}))
         if self.adapter_config is not None and self.adapter_weights is not None:
             adapter = folder / ADAPTER_DIR
             write_atomically(adapter / ADAPTER_WEIGHTS, save(self.adapter_weights))
             write_atomically(adapter / "adapter_config.json", to_json(self.adapter_config))
+        elif (folder / ADAPTER_DIR).is_dir():  # an earlier checkpoint's, which would be read as this one's
+            shutil.rmtree(folder / ADAPTER_DIR)
         description = {
             "format": FORMAT,
             "method": type(self.method_config).__name__,
@@ -295,10 +297,8 @@ class ShivaCheckpoint(
         return AttachedAdapter(transformer, self.adapter_config, self.adapter_weights)
 
 
-def remove_earlier(folder: Path) -> None:
-    """Take out what an earlier checkpoint of a folder held and a later one may not: its adapter and its card."""
-    if (folder / ADAPTER_DIR).is_dir():
-        shutil.rmtree(folder / ADAPTER_DIR)
+def remove_card(folder: Path) -> None:
+    """Take out the card of an earlier checkpoint, which would be kept; a README of the user's own stays."""
     card = folder / "README.md"
     if card.is_file() and card.read_text().rstrip().endswith(CARD_END):
         card.unlink()
