@@ -72,7 +72,7 @@ def requested(browser: Any) -> list[str]:
     """Addresses that the page asked for; what it carries itself and the browser's own first page are left out."""
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     urls = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
-    return [url for url in urls if not url.startswith(("data:", "blob:", "chrome:"))]
+    return [url for url in urls if not url.startswith(("data:", "blob:", "chrome:", "chrome-untrusted:"))]
 
 
 def complaints(browser: Any) -> list[str]:
