@@ -5,27 +5,24 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import shutil
 import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from shiva.checkpoint import write_atomically
 from shiva.files import read_json, to_json
 from shiva.training.cache import LatentCache, Ranks
-from shiva.training.data import (
-    Example,
-    ImageItems,
-    bucket_sizes,
-    nearest_size,
-    read_examples,
-    stream_examples,
-    to_tensor,
-)
+from shiva.training.data import Example, ImageItems, read_examples, stream_examples
 from shiva.training.families import SD3Family, load_family
 from shiva.training.feed import MapFeed, StreamFeed, load_ahead, prepare
+from shiva.training.pictures import bucket_sizes, nearest_size, to_tensor
 from shiva.training.recipe import recipe_from
 from shiva.training.sections import Data, Model
 from training_tiny import CAPTIONS, make_folder, picture, save_folder, tiny_recipe
@@ -130,6 +127,33 @@ def test_rows_are_filtered_and_mistakes_named(tmp_path: Path) -> None:
     next((tmp_path / "mjhq").rglob("id1.jpg")).unlink()
     with pytest.raises(FileNotFoundError, match=r"1 of 6 images are missing, first food/id1.jpg"):
         read_examples(Data(kind="mjhq", path=str(tmp_path / "mjhq")))
+
+
+def test_a_stream_reads_pictures_from_inside_an_archive(tmp_path: Path) -> None:
+    images = save_folder(tmp_path / "images", 2)
+    with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
+        for path in images.iterdir():
+            archive.write(path, path.name)
+    shutil.rmtree(images)
+    data = Data(kind="imagefolder", path=str(tmp_path), caption="text", streaming=True)
+    for example, seed in zip(sorted(stream_examples(data, 0, 0), key=lambda e: e.caption), (1, 0), strict=True):
+        assert torch.equal(example.pixels([(32, 32)]), to_tensor(picture(seed), (32, 32)))
+
+
+def test_a_picture_is_upright_as_its_camera_held_it() -> None:
+    sideways, upright = io.BytesIO(), picture(0, 32, 48)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    upright.transpose(Image.Transpose.ROTATE_90).save(sideways, "PNG", exif=exif)
+    example, sizes = Example("", sideways.getvalue()), bucket_sizes(32, 8, buckets=True)
+    assert example.size(sizes) == nearest_size(48, 32, sizes)
+    assert torch.equal(example.pixels([(48, 32)]), to_tensor(upright, (48, 32)))
+
+
+def test_grey_of_sixteen_bits_is_as_bright_as_of_eight() -> None:
+    grey = picture(0).convert("L")
+    deep = Image.fromarray(np.asarray(grey, dtype=np.uint16) * 257)
+    torch.testing.assert_close(to_tensor(deep, (32, 32)), to_tensor(grey, (32, 32)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("content", [b"", b"no picture", png(0)[:200], None], ids=["empty", "text", "cut", "none"])

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from shiva.checkpoint import write_atomically
 from shiva.files import read_json, to_json
-from shiva.training.data import Example, ImageItems, digest, digest_images, nearest_size
+from shiva.training.data import Example, ImageItems, digest, digest_images
 from shiva.training.draws import seed_of
 from shiva.training.family import Family, Text
+from shiva.training.pictures import nearest_size
 from shiva.training.recipe import Recipe
 
 MANIFEST = "manifest.json"

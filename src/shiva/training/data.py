@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
-import io
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +17,11 @@ from torch import Tensor
 from shiva.core.needs import need
 from shiva.core.options import unknown_key
 from shiva.training.family import Family, Size, Text
+from shiva.training.pictures import nearest_size, size_of, source_of, to_tensor
 from shiva.training.sections import Data
 
 Grid = tuple[int, int]
 """Height and width of latents; samples of one micro-batch share it."""
-WIDEST = 2.0
-"""Aspect ratio of the most oblong bucket."""
 WEBDATASET_IMAGES = ("jpg", "jpeg", "png", "webp")
 WEBDATASET_CAPTIONS = ("txt", "json")
 
@@ -43,8 +40,7 @@ class Example:
         if self.image is None or len(sizes) == 1:
             return nearest_size(1, 1, sizes)
         with self._read():
-            width, height = open_image(self.image).size
-        return nearest_size(height, width, sizes)
+            return nearest_size(*size_of(self.image), sizes)
 
     def pixels(self, sizes: list[Size]) -> Tensor:
         """The picture (3, H, W), cropped."""
@@ -223,60 +219,6 @@ def digest_images(examples: Sequence[Example], sample: int = 16) -> str:
 
 
 # -- pictures to tensors -----------------------------------------------------------------------------
-
-
-def bucket_sizes(resolution: int, multiple: int, buckets: bool) -> list[Size]:
-    """Shapes to crop to: one square, or all shapes of about its area up to twice as wide as high."""
-    side = max(multiple, resolution // multiple * multiple)
-    if not buckets:
-        return [(side, side)]
-    sizes = []
-    for height in range(multiple, 2 * side + 1, multiple):
-        width = round(side * side / height / multiple) * multiple
-        if width and max(height / width, width / height) <= WIDEST:
-            sizes.append((height, width))
-    return sizes
-
-
-def nearest_size(height: int, width: int, sizes: list[Size]) -> Size:
-    """The shape whose aspect ratio is nearest, by its logarithm."""
-    aspect = math.log(height / width)
-    return min(sizes, key=lambda size: abs(math.log(size[0] / size[1]) - aspect))
-
-
-def source_of(source: Any) -> Any:
-    """Bytes, a path or a PIL image, also of an undecoded `datasets` image."""
-    if isinstance(source, dict):
-        return source["bytes"] if source.get("bytes") is not None else source["path"]
-    return source
-
-
-def open_image(source: Any) -> Any:
-    """A PIL image from bytes, a path, an undecoded `datasets` image, or a PIL image. Only the header is read."""
-    image, source = need("PIL.Image", "train"), source_of(source)
-    if isinstance(source, bytes):
-        return image.open(io.BytesIO(source))
-    if isinstance(source, (str, Path)):
-        return image.open(source)
-    return source
-
-
-def to_tensor(source: Any, size: Size) -> Tensor:
-    """Pixels (3, H, W) in [-1, 1], the picture scaled to cover `size` and cropped at its centre; alpha on white."""
-    pil, numpy = need("PIL.Image", "train"), need("numpy", "train")
-    picture = open_image(source)
-    if picture.mode in ("RGBA", "LA", "P"):
-        picture = picture.convert("RGBA")
-        picture = pil.alpha_composite(pil.new("RGBA", picture.size, "white"), picture)
-    picture = picture.convert("RGB")
-    height, width = size
-    scale = max(height / picture.height, width / picture.width)
-    covering = (max(width, round(picture.width * scale)), max(height, round(picture.height * scale)))
-    if picture.size != covering:
-        picture = picture.resize(covering, pil.Resampling.LANCZOS)
-    left, top = (covering[0] - width) // 2, (covering[1] - height) // 2
-    picture = picture.crop((left, top, left + width, top + height))
-    return torch.from_numpy(numpy.array(picture)).permute(2, 0, 1).float() / 127.5 - 1
 
 
 class Images:
