@@ -80,16 +80,21 @@ class Rows(Sequence[Example]):
         return len(self.table)
 
     def __getitem__(self, index: Any) -> Any:
-        return to_example(self.table[int(index)], self.image, self.caption, int(index))
+        row = self.table[int(index)]
+        return Example(caption_of(row[self.caption]), row[self.image], int(index))
+
+    def captions(self) -> Iterator[str]:
+        """All of them, without reading the pictures beside them."""
+        return map(caption_of, self.table[self.caption])
 
 
-def to_example(row: dict[str, Any], image: str, caption: str, number: int | None = None) -> Example:
-    text = row[caption]
+def caption_of(text: Any) -> str:
+    """The caption in a column's value; what is absent is the empty prompt."""
     if isinstance(text, dict):  # WebDataset's json member
         text = text.get("caption") or text.get("prompt") or text.get("text") or ""
     if isinstance(text, list):
         text = text[0] if text else ""
-    return Example(str(text), row[image], number)
+    return "" if text is None else str(text)
 
 
 def files_of(path: str) -> list[str]:
@@ -105,22 +110,31 @@ def files_of(path: str) -> list[str]:
 def open_table(data: Data) -> Any:
     """The rows as a `datasets` object, map-style or iterable, images undecoded."""
     datasets = need("datasets", "train")
-    streaming = {"streaming": data.streaming}
+    source, where = str(data.kind), dict[str, Any](split="train")
     if data.kind == "hub":
-        table = datasets.load_dataset(data.path, split=data.split, **streaming)
+        source, where = data.path, {"split": data.split}
     elif data.kind == "imagefolder":
         if not Path(data.path).is_dir():
             raise FileNotFoundError(
                 f"data.path={data.path!r} is not a folder; it should hold images and a metadata file"
             )
-        table = datasets.load_dataset("imagefolder", data_dir=data.path, split="train", **streaming)
+        where["data_dir"] = data.path
     else:
         suffix = ".tar" if data.kind == "webdataset" else ".parquet"
         files = [name for name in files_of(data.path) if name.endswith(suffix)]
         if not files:
             raise FileNotFoundError(f"data.path={data.path!r} holds no {suffix} file")
-        table = datasets.load_dataset(data.kind, data_files={"train": files}, split="train", **streaming)
-    return table
+        where["data_files"] = {"train": files}
+    try:
+        return datasets.load_dataset(source, **where, streaming=data.streaming)
+    except Exception as error:  # datasets raises what it likes, and hides a full disk behind an error of its own
+        cause = error.__cause__ or error
+        if isinstance(cause, OSError) and cause.errno:
+            raise cause from None
+        told = f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
+        raise ValueError(
+            f"data.path={data.path!r} does not read as data.kind={data.kind} ({told}); mend its files, or data.kind"
+        ) from error
 
 
 def columns_of(data: Data, names: Sequence[str]) -> tuple[str, str]:
@@ -131,7 +145,9 @@ def columns_of(data: Data, names: Sequence[str]) -> tuple[str, str]:
         caption = next((n for n in (caption, *WEBDATASET_CAPTIONS) if n in names), caption)
     for option, column in (("image", image), ("caption", caption)):
         if column not in names:
-            raise ValueError(f"data.{option}={column!r}: {unknown_key(column, names, 'the data set')}")
+            captions = "; captions of an imagefolder are in its metadata.jsonl or .csv, beside file_name"
+            hint = captions if data.kind == "imagefolder" and option == "caption" else ""
+            raise ValueError(f"data.{option}={column!r}: {unknown_key(column, names, 'the data set')}{hint}")
     for column in data.where:
         if column not in names:
             raise ValueError(f"data.where: {unknown_key(column, names, 'the data set')}")
@@ -141,18 +157,17 @@ def columns_of(data: Data, names: Sequence[str]) -> tuple[str, str]:
 def read_examples(data: Data) -> Sequence[Example]:
     """All rows of a map-style source."""
     if data.kind == "mjhq":
-        rows: Sequence[Example] = read_mjhq(Path(data.path))
+        rows: Sequence[Example] = read_mjhq(Path(data.path))[: data.limit]
     elif data.kind == "prompts":
-        rows = read_prompts(Path(data.path))
+        rows = read_prompts(Path(data.path))[: data.limit]
     else:
         table = open_table(data)
         image, caption = columns_of(data, table.column_names)
         for column, value in data.where.items():
             table = table.filter(lambda v, wanted=value: v == wanted, input_columns=[column])
-        table = table.cast_column(image, need("datasets", "train").Image(decode=False))
-        rows = Rows(table, image, caption)
-    if data.limit is not None and data.limit < len(rows):
-        rows = [rows[i] for i in range(data.limit)]
+        if data.limit is not None:
+            table = table.select(range(min(data.limit, len(table))))
+        rows = Rows(table.cast_column(image, need("datasets", "train").Image(decode=False)), image, caption)
     if not len(rows):
         raise ValueError(f"data.path={data.path!r} has no rows; check data.where={data.where}")
     return rows
@@ -170,7 +185,7 @@ def stream_examples(data: Data, seed: int, epoch: int) -> Iterator[Example]:
     table = table.shuffle(seed=seed, buffer_size=data.shuffle_buffer)
     table.set_epoch(epoch)
     for row in table:
-        yield to_example(row, image, caption)
+        yield Example(caption_of(row[caption]), row[image])
 
 
 def read_mjhq(folder: Path) -> list[Example]:
@@ -191,22 +206,27 @@ def read_prompts(path: Path) -> list[Example]:
     """One prompt a line, or the strings (or `prompt` values) of a JSON or JSON-lines file."""
     if not path.exists():
         raise FileNotFoundError(f"data.path={str(path)!r} does not exist; give a file with one prompt a line")
-    text = path.read_text()
-    if path.suffix == ".json":
-        found = json.loads(text)
-    elif path.suffix == ".jsonl":
-        found = [json.loads(line) for line in text.splitlines() if line.strip()]
-    else:
-        found = [line.strip() for line in text.splitlines() if line.strip()]
-    values = list(found.values()) if isinstance(found, dict) else found
-    return [Example(value if isinstance(value, str) else value["prompt"]) for value in values]
+    try:
+        text = path.read_text()
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        if path.suffix == ".json":
+            found = json.loads(text)
+        else:
+            found = [json.loads(line) for line in lines] if path.suffix == ".jsonl" else lines
+        values = list(found.values()) if isinstance(found, dict) else found
+        return [Example(value if isinstance(value, str) else value["prompt"]) for value in values]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"data.path={str(path)!r} does not read as prompts ({type(error).__name__}: {error}); give one a line, or "
+            "in JSON texts or mappings with a 'prompt'"
+        ) from error
 
 
 def digest(examples: Sequence[Example]) -> str:
     """What a cache remembers of the rows it was made from."""
     state = hashlib.blake2b(digest_size=8)
-    for index in range(len(examples)):
-        state.update(examples[index].caption.encode() + b"\0")
+    for caption in examples.captions() if isinstance(examples, Rows) else (example.caption for example in examples):
+        state.update(caption.encode() + b"\0")
     return state.hexdigest()
 
 
@@ -253,8 +273,8 @@ class ImageItems(Images):
         return len(self.examples)
 
     def grid(self, index: int) -> Grid:
-        if index not in self._grids:
-            self._grids[index] = self.grid_of(self.examples[index])
+        if index not in self._grids:  # where all have one shape, no row is read for it, and no picture beside it
+            self._grids[index] = self.grid_of(Example("") if len(self.sizes) == 1 else self.examples[index])
         return self._grids[index]
 
     def read(self, indices: Sequence[int]) -> Any:
