@@ -20,6 +20,7 @@ from shiva.training.draws import MicroBatch, draw_batch, moment
 from shiva.training.objectives import process_of
 from shiva.training.recipe import lay_over, recipe_from
 from shiva.training.sections import Sampling
+from shiva.training.start import read_start
 from shiva.training.state import load_state
 from shiva.training.trainer import Trainer
 from test_training_loop import run_steps, trainer_of
@@ -152,12 +153,13 @@ def test_a_run_starts_with_a_fitted_shortcut(folder: Path, tmp_path: Path) -> No
     fitted = fit(pipe, CAPTIONS[:4], steps=(2,), guidance=0.0, rank=4, arguments={"max_sequence_length": 0})
     fitted.checkpoint().save_pretrained(tmp_path / "fit")
     started = trainer_of(folder, tmp_path / "out", **RUN)
-    started.start_from(tmp_path / "fit")
+    start = read_start(str(tmp_path / "fit"), print)
+    started.start_from(start)
     for name, value in fitted.method.shortcut.state_dict().items():
         assert torch.equal(started.method.shortcut.state_dict()[name], value)
     other = trainer_of(folder, tmp_path / "other", **{**RUN, "method": {**RUN["method"], "rank": 2}})
-    with pytest.raises(ValueError, match=r"shortcut.down of another shape"):
-        other.start_from(tmp_path / "fit")
+    with pytest.raises(ValueError, match=r"has a \(4, 2, 32, 4\) shortcut.down"):
+        other.start_from(start)
 
 
 @pytest.mark.parametrize(
