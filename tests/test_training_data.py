@@ -308,6 +308,16 @@ def test_a_cache_remembers_its_makers(family: SD3Family, folder: Path, tmp_path:
         LatentCache.open(tmp_path / "absent", {})
 
 
+def test_a_cache_keeps_nothing_that_is_not_finite(
+    family: SD3Family, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_from(tiny_recipe(folder, data={"cache": str(tmp_path / "cache")}))
+    monkeypatch.setattr(family, "latents", lambda pixels: torch.full((len(pixels), 4, 16, 16), torch.inf))
+    with pytest.raises(ValueError, match=r"0.latents holds NaN or infinity.*compute.precision to bf16"):
+        prepare(recipe, family, tmp_path, Ranks(), lambda *_: None)
+    assert not list((tmp_path / "cache").glob("shard-*"))
+
+
 def test_a_cache_tells_other_pictures_of_the_same_captions_wherever_they_lie(
     family: SD3Family, folder: Path, tmp_path: Path
 ) -> None:

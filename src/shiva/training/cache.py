@@ -104,6 +104,12 @@ class LatentCache:
             latents, text = encode(index)
             tensors[f"{index}.latents"] = latents.cpu().contiguous()
             tensors.update({f"{index}.text.{name}": value.cpu().contiguous() for name, value in text.items()})
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise ValueError(
+                    f"{name} holds NaN or infinity, which float16 makes of some autoencoders and text encoders; it is "
+                    "not kept: set compute.precision to bf16, or to no"
+                )
         write_atomically(self.shard_path(shard), save(tensors))
 
     def _shard(self, index: int) -> Any:
