@@ -53,6 +53,11 @@ def test_timesteps_are_those_of_the_pipelines_own_run(trainer: Trainer) -> None:
     assert found == pytest.approx([first, second, second, third], rel=1e-5)
 
 
+def test_a_run_is_of_the_size_of_the_latents(folder: Path, tmp_path: Path) -> None:
+    """SD3's pipeline draws no 35 pixels; images of it are cropped to 32."""
+    assert len(trainer_of(folder, tmp_path, **RUN, data={"resolution": 35}).objectives.process.levels) == 3
+
+
 def test_a_rollout_stands_where_the_reduced_pipeline_stands(trainer: Trainer) -> None:
     """From the same noise, without guidance, at the same uniform keep: the sampler and the rollout agree."""
     objectives, session = trainer.objectives, trainer.session
@@ -199,7 +204,7 @@ def test_a_run_is_of_a_flow_matching_scheduler() -> None:
     """Which is known before the pipeline runs."""
     family: Any = SimpleNamespace(pipe=SimpleNamespace(scheduler=DDIMScheduler()))
     with pytest.raises(ValueError, match="FlowMatch"):
-        process_of(family, Sampling(density="run", steps=2), 32)
+        process_of(family, Sampling(density="run", steps=2), (16, 16))
 
 
 def test_attending_to_all_trains_with_fresh_keys(folder: Path, tmp_path: Path) -> None:

@@ -115,7 +115,8 @@ class Trainer:
             self.family.drop_text_encoders()
         with self.session.disabled():
             dense_steps = getattr(trained(self.session).config, "dense_steps", ())
-            noise = process_of(self.family, recipe.sampling, recipe.data.resolution, dense_steps)
+            grid = self.prepared.held_out.grid(self.prepared.held_out_indices[0])  # all have about one area
+            noise = process_of(self.family, recipe.sampling, grid, dense_steps)
         self.objectives = Objectives(self.session, self.family, noise, recipe.weights, recipe.distill.every)
         measured = (self.prepared.held_out, self.prepared.held_out_indices, recipe.validation, recipe.reuse)
         self.validator = Validator(self.objectives, *measured, recipe.seed, self.device)
