@@ -340,6 +340,29 @@ def test_an_adapter_that_breaks_while_it_is_folded_leaves_the_model_alone() -> N
         assert torch.equal(model(**call)[0], dense)
 
 
+@pytest.mark.parametrize("fault", ["adapter", "cfg"])
+def test_a_refused_checkpoint_leaves_the_session_before_it_at_work(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, call = make_sd3(), BACKBONES["sd3"].call(1, 6, 6)
+    sound, broken = (shiva.ShivaCheckpoint.of(varied_method(model), **adapter(make_sd3())) for _ in range(2))
+    if fault == "adapter":
+        assert broken.adapter_config is not None
+        broken.adapter_config["target_modules"] = ["attn.to_q"]
+    with torch.no_grad():
+        dense = model(**call)[0]
+        session = shiva.attach(model, sound, budget=0.5)
+        reduced = model(**call)[0]
+        with pytest.raises(ValueError, match="no place" if fault == "adapter" else "cfg='twice'"):
+            shiva.attach(model, broken, budget=0.5, cfg="auto" if fault == "adapter" else "twice")
+        assert session.attached
+        assert "is replaced by" not in caplog.text
+        assert torch.equal(model(**call)[0], reduced)
+        assert session.summary().keep < 1
+        session.detach()
+        assert torch.equal(model(**call)[0], dense)
+
+
 def saved(tmp_path: Path) -> Path:
     shiva.ShivaCheckpoint.of(varied_method(make_sd3())).save_pretrained(tmp_path)
     return tmp_path

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from PIL import Image
 
@@ -88,6 +89,10 @@ REFUSED = [
     (ImportError("gradio is not here: pip install it"), "error: gradio is not here: pip install it"),
     (NotADirectoryError(errno.ENOTDIR, "Not a directory", "a/b"), "error: a/b: Not a directory; pass another path"),
     (FileExistsError(errno.EEXIST, "File exists", "a"), "error: a: File exists; pass another path"),
+    (
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB"),
+        "error: CUDA out of memory. Tried to allocate 2.00 GiB; do less at once: a smaller image or batch",
+    ),
     (full(), "error: run.json: No space left on device; make room and run the same command again"),
     (yaml.scanner.ScannerError("while scanning", None, "found a tab"), "error: this is not YAML: while scanning"),
 ]

@@ -5,27 +5,25 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import shutil
 import tarfile
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from shiva.checkpoint import write_atomically
 from shiva.files import read_json, to_json
 from shiva.training.cache import LatentCache, Ranks
-from shiva.training.data import (
-    Example,
-    ImageItems,
-    bucket_sizes,
-    nearest_size,
-    read_examples,
-    stream_examples,
-    to_tensor,
-)
+from shiva.training.data import Example, ImageItems, Rows, digest, read_examples, stream_examples
 from shiva.training.families import SD3Family, load_family
 from shiva.training.feed import MapFeed, StreamFeed, load_ahead, prepare
+from shiva.training.pictures import bucket_sizes, nearest_size, to_tensor
 from shiva.training.recipe import recipe_from
 from shiva.training.sections import Data, Model
 from training_tiny import CAPTIONS, make_folder, picture, save_folder, tiny_recipe
@@ -49,13 +47,15 @@ def png(seed: int) -> bytes:
     return buffer.getvalue()
 
 
-def make_parquet(folder: Path, broken: dict[int, bytes | None] | None = None) -> str:
+def make_parquet(
+    folder: Path, broken: dict[int, bytes | None] | None = None, captions: Sequence[str | None] = CAPTIONS
+) -> str:
     import datasets
 
     images = {**{i: png(i) for i in range(6)}, **(broken or {})}
     columns = {
         "image": [None if image is None else {"bytes": image, "path": f"{i}.png"} for i, image in images.items()],
-        "label": list(CAPTIONS),
+        "label": list(captions),
         "part": ["train", "test"] * 3,
     }
     features = datasets.Features(
@@ -130,6 +130,81 @@ def test_rows_are_filtered_and_mistakes_named(tmp_path: Path) -> None:
     next((tmp_path / "mjhq").rglob("id1.jpg")).unlink()
     with pytest.raises(FileNotFoundError, match=r"1 of 6 images are missing, first food/id1.jpg"):
         read_examples(Data(kind="mjhq", path=str(tmp_path / "mjhq")))
+
+
+def test_a_caption_that_is_absent_is_the_empty_prompt(tmp_path: Path) -> None:
+    path = make_parquet(tmp_path, captions=[None, "", *CAPTIONS[2:]])
+    examples = read_examples(Data(path=path, caption="label"))
+    assert [examples[i].caption for i in range(3)] == ["", "", CAPTIONS[2]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "content"),
+    [
+        ("parquet", "a.parquet", b"none"),
+        ("webdataset", "a.tar", b"none"),
+        ("imagefolder", "metadata.jsonl", b'{"file_name": "0.png"'),
+        ("imagefolder", "notes.txt", b"no picture"),
+        ("prompts", "a.jsonl", b'{"text": "a cat"}'),
+        ("prompts", "a.json", b"{"),
+        ("prompts", "a.txt", b"\xff\xfe"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_named(kind: Any, name: str, content: bytes, tmp_path: Path) -> None:
+    if name == "metadata.jsonl":
+        picture(0).save(tmp_path / "0.png")
+    (tmp_path / name).write_bytes(content)
+    path = tmp_path if kind == "imagefolder" else tmp_path / name
+    with pytest.raises(ValueError, match=rf"data.path='{path}' does not read as .*{kind} \(.+\); (mend|give)"):
+        read_examples(Data(kind=kind, path=str(path)))
+
+
+def test_pictures_without_captions_are_told_where_those_belong(tmp_path: Path) -> None:
+    picture(0).save(tmp_path / "0.png")
+    with pytest.raises(ValueError, match=r"known keys: image; captions of an imagefolder are in its metadata.jsonl"):
+        read_examples(Data(kind="imagefolder", path=str(tmp_path), caption="text"))
+
+
+def test_a_stream_reads_pictures_from_inside_an_archive(tmp_path: Path) -> None:
+    images = save_folder(tmp_path / "images", 2)
+    with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
+        for path in images.iterdir():
+            archive.write(path, path.name)
+    shutil.rmtree(images)
+    data = Data(kind="imagefolder", path=str(tmp_path), caption="text", streaming=True)
+    for example, seed in zip(sorted(stream_examples(data, 0, 0), key=lambda e: e.caption), (1, 0), strict=True):
+        assert torch.equal(example.pixels([(32, 32)]), to_tensor(picture(seed), (32, 32)))
+
+
+def test_captions_shape_and_limit_are_known_without_reading_pictures(
+    tmp_path: Path, family: SD3Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_parquet(tmp_path)
+    whole = digest([Example(caption) for caption in CAPTIONS[:4]])
+
+    def read(self: Rows, index: int) -> Example:
+        raise AssertionError(f"row {index} was read, and its picture with it")
+
+    monkeypatch.setattr(Rows, "__getitem__", read)
+    examples = read_examples(Data(path=path, caption="label", limit=4))
+    assert digest(examples) == whole
+    assert ImageItems(examples, family, [(32, 32)]).grid(3) == (16, 16)
+
+
+def test_a_picture_is_upright_as_its_camera_held_it() -> None:
+    sideways, upright = io.BytesIO(), picture(0, 32, 48)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    upright.transpose(Image.Transpose.ROTATE_90).save(sideways, "PNG", exif=exif)
+    example, sizes = Example("", sideways.getvalue()), bucket_sizes(32, 8, buckets=True)
+    assert example.size(sizes) == nearest_size(48, 32, sizes)
+    assert torch.equal(example.pixels([(48, 32)]), to_tensor(upright, (48, 32)))
+
+
+def test_grey_of_sixteen_bits_is_as_bright_as_of_eight() -> None:
+    grey = picture(0).convert("L")
+    deep = Image.fromarray(np.asarray(grey, dtype=np.uint16) * 257)
+    torch.testing.assert_close(to_tensor(deep, (32, 32)), to_tensor(grey, (32, 32)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("content", [b"", b"no picture", png(0)[:200], None], ids=["empty", "text", "cut", "none"])
@@ -231,6 +306,16 @@ def test_a_cache_remembers_its_makers(family: SD3Family, folder: Path, tmp_path:
         prepare(recipe, family, tmp_path, Ranks(), lambda *_: None)
     with pytest.raises(FileNotFoundError, match="must be a folder of latents"):
         LatentCache.open(tmp_path / "absent", {})
+
+
+def test_a_cache_keeps_nothing_that_is_not_finite(
+    family: SD3Family, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_from(tiny_recipe(folder, data={"cache": str(tmp_path / "cache")}))
+    monkeypatch.setattr(family, "latents", lambda pixels: torch.full((len(pixels), 4, 16, 16), torch.inf))
+    with pytest.raises(ValueError, match=r"0.latents holds NaN or infinity.*compute.precision to bf16"):
+        prepare(recipe, family, tmp_path, Ranks(), lambda *_: None)
+    assert not list((tmp_path / "cache").glob("shard-*"))
 
 
 def test_a_cache_tells_other_pictures_of_the_same_captions_wherever_they_lie(

@@ -28,6 +28,7 @@ from shiva.training.feed import load_ahead
 from shiva.training.objectives import NonFiniteError
 from shiva.training.process import Sharding, sharding_of
 from shiva.training.recipe import recipe_from
+from shiva.training.start import part_of, read_start
 from shiva.training.state import checkpoints, load_state, locked
 from shiva.training.trainer import MOST_SKIPPED, Trainer
 from training_rank import train_noting
@@ -538,7 +539,8 @@ def test_a_run_starts_with_what_another_learned(folder: Path, tmp_path: Path) ->
     state = load_state(checkpoints(tmp_path / "first" / "states")[-1])
     second = trainer_of(folder, tmp_path / "second", start=str(tmp_path / "first"), method={"budget": 0.8})
     fresh_average = {name: value.clone() for name, value in second.method.named_buffers()}
-    second.start_from(tmp_path / "first")
+    first = read_start(str(tmp_path / "first"), print)
+    second.start_from(first)
     routers = dict(second.method.routers.named_parameters(prefix="routers"))
     assert routers
     for name, value in routers.items():
@@ -548,7 +550,24 @@ def test_a_run_starts_with_what_another_learned(folder: Path, tmp_path: Path) ->
         torch.testing.assert_close(value, fresh_average[name], rtol=0, atol=0)
     assert second.adapter.on
     with pytest.raises(FileNotFoundError, match="states/step"):
-        second.start_from(tmp_path / "nothing")
-    narrow = trainer_of(folder, tmp_path / "third", method={"bottleneck": 4})
+        Trainer(recipe_from(tiny_recipe(folder, start=str(tmp_path / "nothing"))), tmp_path / "third").run()
+    assert not (tmp_path / "third" / "latents").exists(), "refused before the data is encoded"
+    narrow = trainer_of(folder, tmp_path / "fourth", method={"bottleneck": 4}, adapter={"rank": 4})
     with pytest.raises(ValueError, match="make them the same"):
-        narrow.start_from(tmp_path / "first")
+        narrow.start_from(first)
+    with pytest.raises(ValueError, match=r"an adapter of rank=2, and adapter.rank is 4; make it the same"):
+        first.adapter_for(narrow.recipe.adapter)
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_its_policy_and_adapter(folder: Path, tmp_path: Path) -> None:
+    first = trainer_of(folder, tmp_path / "first")
+    first.run()
+    weights, adapter = first.method.state_dict(), first.adapter.weights()
+    assert adapter
+    again = trainer_of(folder, tmp_path / "again")
+    again.start_from(read_start(str(first.final), print))
+    assert all(torch.equal(again.method.state_dict()[n], weights[n]) for n, _ in first.method.named_parameters())
+    assert all(torch.equal(value, adapter[name]) for name, value in again.adapter.weights().items())
+    dearer = shiva.Shiva(budget=0.8, bottleneck=8).build(first.session.spec)
+    taken = read_start(str(first.final), print).weights_for(dearer)
+    assert {part_of(name) for name in taken} == {"routers"}, "a policy for another budget starts anew"

@@ -20,6 +20,7 @@ from shiva.training.draws import MicroBatch, draw_batch, moment
 from shiva.training.objectives import process_of
 from shiva.training.recipe import lay_over, recipe_from
 from shiva.training.sections import Sampling
+from shiva.training.start import read_start
 from shiva.training.state import load_state
 from shiva.training.trainer import Trainer
 from test_training_loop import run_steps, trainer_of
@@ -50,6 +51,11 @@ def test_timesteps_are_those_of_the_pipelines_own_run(trainer: Trainer) -> None:
     found = [process.timestep(quantile, 64) for quantile in (0.99, 0.6, 0.34, 0.0)]
     first, second, third = (1000 * scheduler.sigmas[:3]).tolist()
     assert found == pytest.approx([first, second, second, third], rel=1e-5)
+
+
+def test_a_run_is_of_the_size_of_the_latents(folder: Path, tmp_path: Path) -> None:
+    """SD3's pipeline draws no 35 pixels; images of it are cropped to 32."""
+    assert len(trainer_of(folder, tmp_path, **RUN, data={"resolution": 35}).objectives.process.levels) == 3
 
 
 def test_a_rollout_stands_where_the_reduced_pipeline_stands(trainer: Trainer) -> None:
@@ -152,12 +158,13 @@ def test_a_run_starts_with_a_fitted_shortcut(folder: Path, tmp_path: Path) -> No
     fitted = fit(pipe, CAPTIONS[:4], steps=(2,), guidance=0.0, rank=4, arguments={"max_sequence_length": 0})
     fitted.checkpoint().save_pretrained(tmp_path / "fit")
     started = trainer_of(folder, tmp_path / "out", **RUN)
-    started.start_from(tmp_path / "fit")
+    start = read_start(str(tmp_path / "fit"), print)
+    started.start_from(start)
     for name, value in fitted.method.shortcut.state_dict().items():
         assert torch.equal(started.method.shortcut.state_dict()[name], value)
     other = trainer_of(folder, tmp_path / "other", **{**RUN, "method": {**RUN["method"], "rank": 2}})
-    with pytest.raises(ValueError, match=r"shortcut.down of another shape"):
-        other.start_from(tmp_path / "fit")
+    with pytest.raises(ValueError, match=r"has a \(4, 2, 32, 4\) shortcut.down"):
+        other.start_from(start)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +204,7 @@ def test_a_run_is_of_a_flow_matching_scheduler() -> None:
     """Which is known before the pipeline runs."""
     family: Any = SimpleNamespace(pipe=SimpleNamespace(scheduler=DDIMScheduler()))
     with pytest.raises(ValueError, match="FlowMatch"):
-        process_of(family, Sampling(density="run", steps=2), 32)
+        process_of(family, Sampling(density="run", steps=2), (16, 16))
 
 
 def test_attending_to_all_trains_with_fresh_keys(folder: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from shiva.training.cache import LatentCache
 from shiva.training.log import Log, grid_of
 from shiva.training.objectives import not_finite_of
 from shiva.training.process import make_accelerator, sum_gradients
+from shiva.training.start import Start
 from shiva.training.state import (
     State,
     checkpoints,
@@ -33,7 +34,6 @@ from shiva.training.state import (
     locked,
     newest_state,
     save_state,
-    weights_for,
 )
 
 SOURCE = Path(shiva.__file__).parent.parent
@@ -272,8 +272,7 @@ def test_a_mac_trains_on_its_cpu(mps: bool, tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(("keep", "left"), [(0.6, False), (0.8, True)])
 def test_a_policy_for_another_share_stays_behind_whatever_its_option_is_called(keep: float, left: bool) -> None:
     method: Any = shiva.LapSum(keep=keep).build(BackboneSpec("SD3Transformer2DModel", 4, 32, 32, 20, 4))
-    state = State(1, "all", {"method": {"name": "LapSum", "keep": 0.6}}, dict(method.state_dict()), {}, {})
-    found = weights_for(method, state, {"name": "LapSum", "keep": keep})
+    found = Start("a run", shiva.LapSum(keep=0.6), dict(method.state_dict())).weights_for(method)
     assert ("ratio_logits" not in found) == left
     assert any(name.startswith("routers") for name in found)
 

@@ -62,6 +62,7 @@ class AttachedAdapter:
 
     def __init__(self, transformer: nn.Module, config: Mapping[str, Any], weights: Mapping[str, Tensor]):
         self.transformer = transformer
+        self._given = config, weights
         self._folded: list[Folded] = []
         self._own_save = vars(transformer).get(SAVE)
         options = build(LoraOptions, config, "the adapter's config")
@@ -129,6 +130,10 @@ class AttachedAdapter:
         vars(self.transformer).pop(SAVE, None)
         if self._own_save is not None:
             vars(self.transformer)[SAVE] = self._own_save
+
+    def again(self) -> AttachedAdapter:
+        """The same adapter put in once more, after `remove()`."""
+        return AttachedAdapter(self.transformer, *self._given)
 
     def _saving(self, save: Callable[..., Any]) -> Callable[..., Any]:
         """The transformer's own `save_pretrained`, which pipelines call too, over the weights from before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import logging
@@ -71,22 +72,25 @@ def attach(
         else:
             assert isinstance(chosen, Method)
             built = chosen
-        previous = session_of(transformer)
-        if previous is not None:
-            logger.warning("%s is replaced by %s", previous.method.config, built.config)
-            previous.detach()
-        refuse_conflicts(transformer)
-        adapter = None if checkpoint is None else checkpoint.add_adapter(transformer)
     pipeline = None if isinstance(target, nn.Module) else target
     expert = getattr(pipeline, SECOND_EXPERT, None)
     if expert is not None and session_of(expert) is None:
         logger.warning("this pipeline has two transformers; attach to pipe.%s too, or it runs dense", SECOND_EXPERT)
-    try:
-        return Session(transformer, backbone, built, pipeline, cfg, adapter, fresh=isinstance(chosen, MethodConfig))
-    except BaseException:
-        if adapter is not None:
-            adapter.remove()
-        raise
+    previous = session_of(transformer)
+    with contextlib.nullcontext() if previous is None else previous.replaced():
+        refuse_conflicts(transformer)
+        with torch.random.fork_rng(devices=[]):
+            adapter = None if checkpoint is None else checkpoint.add_adapter(transformer)
+        try:
+            fresh = isinstance(chosen, MethodConfig)
+            session = Session(transformer, backbone, built, pipeline, cfg, adapter, fresh)
+        except BaseException:
+            if adapter is not None:
+                adapter.remove()
+            raise
+    if previous is not None:
+        logger.warning("%s is replaced by %s", previous.method.config, built.config)
+    return session
 
 
 def resolve(method: Any) -> ShivaCheckpoint | MethodConfig | Method:

@@ -78,6 +78,18 @@ class Session(Stepper):
         self.method._forget()
         self.hooks.release()
 
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Detached for another to take its place inside this context; at work again where that one is refused."""
+        adapter = self._adapter
+        self.detach()
+        try:
+            yield
+        except BaseException:
+            self._adapter = None if adapter is None else adapter.again()
+            self.hooks.register()
+            raise
+
     def rehook(self) -> None:
         """Act on the modules that are at the sites now, as after a trainable adapter has wrapped some of them."""
         self.hooks.release()

@@ -47,6 +47,9 @@ def explain(error: Exception) -> int:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         mend = "make room and run the same command again" if full else "pass another path"
         text = f"{error.filename or 'a file'}: {error.strerror}; {mend}"
+    elif type(error).__name__ == "OutOfMemoryError":  # of torch, which is not imported for this
+        less = "a smaller image or batch, in training sampling.micro_batch: 1 or compute.gradient_checkpointing: true"
+        text = f"{'. '.join(text.split('. ')[:2])}; do less at once: {less}"
     elif type(error).__module__.startswith("yaml."):
         text = f"this is not YAML: {text}; mend that line"
     elif not isinstance(error, REFUSALS):

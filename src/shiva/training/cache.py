@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from shiva.checkpoint import write_atomically
 from shiva.files import read_json, to_json
-from shiva.training.data import Example, ImageItems, digest, digest_images, nearest_size
+from shiva.training.data import Example, ImageItems, digest, digest_images
 from shiva.training.draws import seed_of
 from shiva.training.family import Family, Text
+from shiva.training.pictures import nearest_size
 from shiva.training.recipe import Recipe
 
 MANIFEST = "manifest.json"
@@ -103,6 +104,12 @@ class LatentCache:
             latents, text = encode(index)
             tensors[f"{index}.latents"] = latents.cpu().contiguous()
             tensors.update({f"{index}.text.{name}": value.cpu().contiguous() for name, value in text.items()})
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise ValueError(
+                    f"{name} holds NaN or infinity, which float16 makes of some autoencoders and text encoders; it is "
+                    "not kept: set compute.precision to bf16, or to no"
+                )
         write_atomically(self.shard_path(shard), save(tensors))
 
     def _shard(self, index: int) -> Any:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
-import io
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +17,11 @@ from torch import Tensor
 from shiva.core.needs import need
 from shiva.core.options import unknown_key
 from shiva.training.family import Family, Size, Text
+from shiva.training.pictures import nearest_size, size_of, source_of, to_tensor
 from shiva.training.sections import Data
 
 Grid = tuple[int, int]
 """Height and width of latents; samples of one micro-batch share it."""
-WIDEST = 2.0
-"""Aspect ratio of the most oblong bucket."""
 WEBDATASET_IMAGES = ("jpg", "jpeg", "png", "webp")
 WEBDATASET_CAPTIONS = ("txt", "json")
 
@@ -43,8 +40,7 @@ class Example:
         if self.image is None or len(sizes) == 1:
             return nearest_size(1, 1, sizes)
         with self._read():
-            width, height = open_image(self.image).size
-        return nearest_size(height, width, sizes)
+            return nearest_size(*size_of(self.image), sizes)
 
     def pixels(self, sizes: list[Size]) -> Tensor:
         """The picture (3, H, W), cropped."""
@@ -84,16 +80,21 @@ class Rows(Sequence[Example]):
         return len(self.table)
 
     def __getitem__(self, index: Any) -> Any:
-        return to_example(self.table[int(index)], self.image, self.caption, int(index))
+        row = self.table[int(index)]
+        return Example(caption_of(row[self.caption]), row[self.image], int(index))
+
+    def captions(self) -> Iterator[str]:
+        """All of them, without reading the pictures beside them."""
+        return map(caption_of, self.table[self.caption])
 
 
-def to_example(row: dict[str, Any], image: str, caption: str, number: int | None = None) -> Example:
-    text = row[caption]
+def caption_of(text: Any) -> str:
+    """The caption in a column's value; what is absent is the empty prompt."""
     if isinstance(text, dict):  # WebDataset's json member
         text = text.get("caption") or text.get("prompt") or text.get("text") or ""
     if isinstance(text, list):
         text = text[0] if text else ""
-    return Example(str(text), row[image], number)
+    return "" if text is None else str(text)
 
 
 def files_of(path: str) -> list[str]:
@@ -109,22 +110,31 @@ def files_of(path: str) -> list[str]:
 def open_table(data: Data) -> Any:
     """The rows as a `datasets` object, map-style or iterable, images undecoded."""
     datasets = need("datasets", "train")
-    streaming = {"streaming": data.streaming}
+    source, where = str(data.kind), dict[str, Any](split="train")
     if data.kind == "hub":
-        table = datasets.load_dataset(data.path, split=data.split, **streaming)
+        source, where = data.path, {"split": data.split}
     elif data.kind == "imagefolder":
         if not Path(data.path).is_dir():
             raise FileNotFoundError(
                 f"data.path={data.path!r} is not a folder; it should hold images and a metadata file"
             )
-        table = datasets.load_dataset("imagefolder", data_dir=data.path, split="train", **streaming)
+        where["data_dir"] = data.path
     else:
         suffix = ".tar" if data.kind == "webdataset" else ".parquet"
         files = [name for name in files_of(data.path) if name.endswith(suffix)]
         if not files:
             raise FileNotFoundError(f"data.path={data.path!r} holds no {suffix} file")
-        table = datasets.load_dataset(data.kind, data_files={"train": files}, split="train", **streaming)
-    return table
+        where["data_files"] = {"train": files}
+    try:
+        return datasets.load_dataset(source, **where, streaming=data.streaming)
+    except Exception as error:  # datasets raises what it likes, and hides a full disk behind an error of its own
+        cause = error.__cause__ or error
+        if isinstance(cause, OSError) and cause.errno:
+            raise cause from None
+        told = f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
+        raise ValueError(
+            f"data.path={data.path!r} does not read as data.kind={data.kind} ({told}); mend its files, or data.kind"
+        ) from error
 
 
 def columns_of(data: Data, names: Sequence[str]) -> tuple[str, str]:
@@ -135,7 +145,9 @@ def columns_of(data: Data, names: Sequence[str]) -> tuple[str, str]:
         caption = next((n for n in (caption, *WEBDATASET_CAPTIONS) if n in names), caption)
     for option, column in (("image", image), ("caption", caption)):
         if column not in names:
-            raise ValueError(f"data.{option}={column!r}: {unknown_key(column, names, 'the data set')}")
+            captions = "; captions of an imagefolder are in its metadata.jsonl or .csv, beside file_name"
+            hint = captions if data.kind == "imagefolder" and option == "caption" else ""
+            raise ValueError(f"data.{option}={column!r}: {unknown_key(column, names, 'the data set')}{hint}")
     for column in data.where:
         if column not in names:
             raise ValueError(f"data.where: {unknown_key(column, names, 'the data set')}")
@@ -145,18 +157,17 @@ def columns_of(data: Data, names: Sequence[str]) -> tuple[str, str]:
 def read_examples(data: Data) -> Sequence[Example]:
     """All rows of a map-style source."""
     if data.kind == "mjhq":
-        rows: Sequence[Example] = read_mjhq(Path(data.path))
+        rows: Sequence[Example] = read_mjhq(Path(data.path))[: data.limit]
     elif data.kind == "prompts":
-        rows = read_prompts(Path(data.path))
+        rows = read_prompts(Path(data.path))[: data.limit]
     else:
         table = open_table(data)
         image, caption = columns_of(data, table.column_names)
         for column, value in data.where.items():
             table = table.filter(lambda v, wanted=value: v == wanted, input_columns=[column])
-        table = table.cast_column(image, need("datasets", "train").Image(decode=False))
-        rows = Rows(table, image, caption)
-    if data.limit is not None and data.limit < len(rows):
-        rows = [rows[i] for i in range(data.limit)]
+        if data.limit is not None:
+            table = table.select(range(min(data.limit, len(table))))
+        rows = Rows(table.cast_column(image, need("datasets", "train").Image(decode=False)), image, caption)
     if not len(rows):
         raise ValueError(f"data.path={data.path!r} has no rows; check data.where={data.where}")
     return rows
@@ -174,7 +185,7 @@ def stream_examples(data: Data, seed: int, epoch: int) -> Iterator[Example]:
     table = table.shuffle(seed=seed, buffer_size=data.shuffle_buffer)
     table.set_epoch(epoch)
     for row in table:
-        yield to_example(row, image, caption)
+        yield Example(caption_of(row[caption]), row[image])
 
 
 def read_mjhq(folder: Path) -> list[Example]:
@@ -195,22 +206,27 @@ def read_prompts(path: Path) -> list[Example]:
     """One prompt a line, or the strings (or `prompt` values) of a JSON or JSON-lines file."""
     if not path.exists():
         raise FileNotFoundError(f"data.path={str(path)!r} does not exist; give a file with one prompt a line")
-    text = path.read_text()
-    if path.suffix == ".json":
-        found = json.loads(text)
-    elif path.suffix == ".jsonl":
-        found = [json.loads(line) for line in text.splitlines() if line.strip()]
-    else:
-        found = [line.strip() for line in text.splitlines() if line.strip()]
-    values = list(found.values()) if isinstance(found, dict) else found
-    return [Example(value if isinstance(value, str) else value["prompt"]) for value in values]
+    try:
+        text = path.read_text()
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        if path.suffix == ".json":
+            found = json.loads(text)
+        else:
+            found = [json.loads(line) for line in lines] if path.suffix == ".jsonl" else lines
+        values = list(found.values()) if isinstance(found, dict) else found
+        return [Example(value if isinstance(value, str) else value["prompt"]) for value in values]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"data.path={str(path)!r} does not read as prompts ({type(error).__name__}: {error}); give one a line, or "
+            "in JSON texts or mappings with a 'prompt'"
+        ) from error
 
 
 def digest(examples: Sequence[Example]) -> str:
     """What a cache remembers of the rows it was made from."""
     state = hashlib.blake2b(digest_size=8)
-    for index in range(len(examples)):
-        state.update(examples[index].caption.encode() + b"\0")
+    for caption in examples.captions() if isinstance(examples, Rows) else (example.caption for example in examples):
+        state.update(caption.encode() + b"\0")
     return state.hexdigest()
 
 
@@ -223,60 +239,6 @@ def digest_images(examples: Sequence[Example], sample: int = 16) -> str:
 
 
 # -- pictures to tensors -----------------------------------------------------------------------------
-
-
-def bucket_sizes(resolution: int, multiple: int, buckets: bool) -> list[Size]:
-    """Shapes to crop to: one square, or all shapes of about its area up to twice as wide as high."""
-    side = max(multiple, resolution // multiple * multiple)
-    if not buckets:
-        return [(side, side)]
-    sizes = []
-    for height in range(multiple, 2 * side + 1, multiple):
-        width = round(side * side / height / multiple) * multiple
-        if width and max(height / width, width / height) <= WIDEST:
-            sizes.append((height, width))
-    return sizes
-
-
-def nearest_size(height: int, width: int, sizes: list[Size]) -> Size:
-    """The shape whose aspect ratio is nearest, by its logarithm."""
-    aspect = math.log(height / width)
-    return min(sizes, key=lambda size: abs(math.log(size[0] / size[1]) - aspect))
-
-
-def source_of(source: Any) -> Any:
-    """Bytes, a path or a PIL image, also of an undecoded `datasets` image."""
-    if isinstance(source, dict):
-        return source["bytes"] if source.get("bytes") is not None else source["path"]
-    return source
-
-
-def open_image(source: Any) -> Any:
-    """A PIL image from bytes, a path, an undecoded `datasets` image, or a PIL image. Only the header is read."""
-    image, source = need("PIL.Image", "train"), source_of(source)
-    if isinstance(source, bytes):
-        return image.open(io.BytesIO(source))
-    if isinstance(source, (str, Path)):
-        return image.open(source)
-    return source
-
-
-def to_tensor(source: Any, size: Size) -> Tensor:
-    """Pixels (3, H, W) in [-1, 1], the picture scaled to cover `size` and cropped at its centre; alpha on white."""
-    pil, numpy = need("PIL.Image", "train"), need("numpy", "train")
-    picture = open_image(source)
-    if picture.mode in ("RGBA", "LA", "P"):
-        picture = picture.convert("RGBA")
-        picture = pil.alpha_composite(pil.new("RGBA", picture.size, "white"), picture)
-    picture = picture.convert("RGB")
-    height, width = size
-    scale = max(height / picture.height, width / picture.width)
-    covering = (max(width, round(picture.width * scale)), max(height, round(picture.height * scale)))
-    if picture.size != covering:
-        picture = picture.resize(covering, pil.Resampling.LANCZOS)
-    left, top = (covering[0] - width) // 2, (covering[1] - height) // 2
-    picture = picture.crop((left, top, left + width, top + height))
-    return torch.from_numpy(numpy.array(picture)).permute(2, 0, 1).float() / 127.5 - 1
 
 
 class Images:
@@ -311,8 +273,8 @@ class ImageItems(Images):
         return len(self.examples)
 
     def grid(self, index: int) -> Grid:
-        if index not in self._grids:
-            self._grids[index] = self.grid_of(self.examples[index])
+        if index not in self._grids:  # where all have one shape, no row is read for it, and no picture beside it
+            self._grids[index] = self.grid_of(Example("") if len(self.sizes) == 1 else self.examples[index])
         return self._grids[index]
 
     def read(self, indices: Sequence[int]) -> Any:

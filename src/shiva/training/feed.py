@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from shiva.training.cache import LatentCache, Ranks, Report, fill_cache, origin_of_latents
-from shiva.training.data import Example, Grid, ImageItems, Images, bucket_sizes, read_examples, stream_examples
+from shiva.training.data import Example, Grid, ImageItems, Images, read_examples, stream_examples
 from shiva.training.draws import generator_of
 from shiva.training.family import Family, Size, Text
+from shiva.training.pictures import bucket_sizes
 from shiva.training.recipe import Recipe
 from shiva.training.sections import Data
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from shiva.core.context import Earlier, Recording, normalized_distance
 from shiva.session import Session
 from shiva.training.call import Record, call, dense, first_not_finite, reduced_layers, trained
+from shiva.training.data import Grid
 from shiva.training.draws import MicroBatch
 from shiva.training.family import Family
 from shiva.training.noise import FlowMatching, NoiseProcess, noise_process
@@ -204,22 +205,22 @@ def not_finite_of(groups: Mapping[str, Sequence[nn.Parameter]]) -> str:
 # -- where a run of the pipeline stands -----------------------------------------------------------------
 
 
-def process_of(family: Family, sampling: Sampling, side: int, dense_steps: Sequence[int] = ()) -> NoiseProcess:
-    """The noise process of a pipeline, at the levels of a run where sampling follows one."""
+def process_of(family: Family, sampling: Sampling, grid: Grid, dense_steps: Sequence[int] = ()) -> NoiseProcess:
+    """The noise process of a pipeline, at the levels of a run over latents of this grid where sampling follows one."""
     process = noise_process(family.pipe.scheduler, sampling.density)
     if not isinstance(process, FlowMatching):
         return process
     levels, followed = (
-        () if steps is None else noise_levels(family, side, steps) for steps in (sampling.steps, sampling.follow)
+        () if steps is None else noise_levels(family, grid, steps) for steps in (sampling.steps, sampling.follow)
     )
     return replace(process, levels=levels, dense_steps=tuple(dense_steps), followed=followed)
 
 
-def noise_levels(family: Family, side: int, steps: int) -> tuple[float, ...]:
+def noise_levels(family: Family, grid: Grid, steps: int) -> tuple[float, ...]:
     """The noise levels at which the steps of the pipeline's own run begin, read off such a run."""
     family.keep_empty()
     with untouched_scheduler(family.pipe):
-        family.draw_latents(family.empty, (side, side), steps, 0.0, [0])
+        family.draw_latents(family.empty, (grid[0] * family.factor, grid[1] * family.factor), steps, 0.0, [0])
         return tuple(family.pipe.scheduler.sigmas[:steps].tolist())
 
 

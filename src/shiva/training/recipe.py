@@ -44,7 +44,7 @@ class Recipe:
     logging: sections.Logging = field(default_factory=sections.Logging)
     start: str | None = None
     """Folder of another run whose newest weights this one begins with, so that one warm-up serves several budgets; or
-    of a checkpoint, such as `shiva fit` writes, of which it takes what fits: its adapter and policy start anew."""
+    folder or hub id of a checkpoint, such as `shiva fit` writes. A policy for another budget starts anew."""
     seed: int = 0
     """All randomness derives from it and the step."""
 
@@ -103,17 +103,22 @@ class Recipe:
         return sum(stage.steps for stage in self.stages)
 
     def method_config(self) -> MethodConfig:
-        values = dict(self.method)
-        name, preset = values.pop("name", "Shiva"), values.pop("preset", "official")
-        if name not in MethodConfig.known:
-            raise ValueError(options.unknown_key(str(name), MethodConfig.known, "method.name"))
-        cls = MethodConfig.known[name]
-        known = {"official": {}, **cls.presets}
-        options.choice("method.preset", preset, known)
-        return build(cls, {**known[preset], **values}, "method", text=True)
+        return method_config(self.method)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+def method_config(method: Mapping[str, Any]) -> MethodConfig:
+    """The config that a recipe's `method` names."""
+    values = dict(method)
+    name, preset = values.pop("name", "Shiva"), values.pop("preset", "official")
+    if name not in MethodConfig.known:
+        raise ValueError(options.unknown_key(str(name), MethodConfig.known, "method.name"))
+    cls = MethodConfig.known[name]
+    known = {"official": {}, **cls.presets}
+    options.choice("method.preset", preset, known)
+    return build(cls, {**known[preset], **values}, "method", text=True)
 
 
 RATES = {"warmup": 200, "cooldown": 0.0}

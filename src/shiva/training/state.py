@@ -8,7 +8,7 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from shiva.checkpoint import CONFIG_FILE, ShivaCheckpoint, write_atomically
-from shiva.core.method import Trainable
+from shiva.checkpoint import write_atomically
 from shiva.core.options import Whole, build, fitted
 from shiva.files import read_json, read_tensors, to_json
 from shiva.training.sections import Stage
@@ -222,56 +221,6 @@ def files_of(about: About) -> list[str]:
         raise ValueError(f"stage={about.stage!r} is none of its recipe's")
     adapted = any("adapter" in stage.trains for stage in stages[: names.index(about.stage) + 1] if stage.steps)
     return ["method.safetensors", "optimizer.pt", *(["adapter.safetensors"] if adapted else [])]
-
-
-def weights_for(method: Trainable, state: State, options: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What a run with these options of its method may begin with of another's state.
-
-    Its budget's moving average is its own and stays behind, as does a policy that was meant for another budget.
-    """
-    span = getattr(method.config, "span", 1)
-    if state.recipe["method"].get("span", 1) != span:
-        raise ValueError(f"start: that run has not method.span={span}; make it the same")
-    before, names = state.recipe["method"], {str(method.config.knob), *method.config.either}
-    same_budget = all(before.get(name) == options.get(name) for name in names)
-    other = [] if same_budget else [id(parameter) for parameter in method.groups().get("policy", [])]
-    learned = {name: weight for name, weight in method.named_parameters() if id(weight) not in other}
-    for name, weight in learned.items():
-        if name not in state.method or state.method[name].shape != weight.shape:
-            raise ValueError(
-                f"start: that run has no {name} of shape {tuple(weight.shape)}; it was trained with another method "
-                "or other router or policy options, make them the same"
-            )
-    return {name: state.method[name] for name in learned}
-
-
-def start_from_checkpoint(method: Trainable, folder: Path) -> list[str]:
-    """Give a method the weights that a checkpoint has for it, such as a fitted shortcut; their names.
-
-    A policy stays behind: it was meant for another budget.
-    """
-    if not (folder / CONFIG_FILE).is_file():
-        raise FileNotFoundError(
-            f"start: {folder} holds neither states/step-* nor {CONFIG_FILE}; give the folder of a `shiva train` run, "
-            "of a checkpoint, or of a `shiva fit`"
-        )
-    policy = [id(parameter) for parameter in method.groups().get("policy", [])]
-    own = {name: weight for name, weight in method.named_parameters() if id(weight) not in policy}
-    checkpoint = ShivaCheckpoint.from_pretrained(folder)
-    found = checkpoint.weights
-    shared = {name: found[name] for name in own if name in found}
-    other = [name for name, value in shared.items() if own[name].shape != value.shape]
-    if other or not shared:
-        lacking = f"{other[0]} of another shape" if other else "no weight"
-        raise ValueError(f"start: {folder} has {lacking} for {method}; give one of the same method and sizes")
-    spans = [getattr(config, "span", 1) for config in (checkpoint.method_config, method.config)]
-    if spans[0] != spans[1]:
-        raise ValueError(
-            f"start: {folder} was made for spans of {spans[0]}, and method.span is {spans[1]}; make it again, such as "
-            f"by `shiva fit --span {spans[1]}`, or set method.span={spans[0]}"
-        )
-    method.load_state_dict({**method.state_dict(), **shared})
-    return list(shared)
 
 
 def flatten(values: Any, path: str = "") -> dict[str, Any]:

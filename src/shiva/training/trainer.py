@@ -25,6 +25,7 @@ from shiva.training.feed import Loaded, load_ahead, prepare
 from shiva.training.log import Log
 from shiva.training.objectives import NonFiniteError, Objectives, not_finite_of, process_of
 from shiva.training.recipe import Recipe
+from shiva.training.start import Start, part_of, read_start
 from shiva.training.state import State
 from shiva.training.validation import Validator
 
@@ -74,11 +75,13 @@ class Trainer:
             if self.final.is_dir():
                 self.log.say(f"{self.final} is finished; pass --fresh to train again")
                 return self.final
+            anew = found is None and self.recipe.start is not None
+            start = read_start(str(self.recipe.start), self.log.say) if anew else None  # before the data is encoded
             self.prepare()
             if found is not None:
                 self.restore(*found)
-            elif self.recipe.start is not None:
-                self.start_from(Path(self.recipe.start))
+            elif start is not None:
+                self.start_from(start)
             self.log.begin(self.step)
             with contextlib.closing(self.log):
                 with process.noted_signals() as signals:
@@ -112,7 +115,8 @@ class Trainer:
             self.family.drop_text_encoders()
         with self.session.disabled():
             dense_steps = getattr(trained(self.session).config, "dense_steps", ())
-            noise = process_of(self.family, recipe.sampling, recipe.data.resolution, dense_steps)
+            grid = self.prepared.held_out.grid(self.prepared.held_out_indices[0])  # all have about one area
+            noise = process_of(self.family, recipe.sampling, grid, dense_steps)
         self.objectives = Objectives(self.session, self.family, noise, recipe.weights, recipe.distill.every)
         measured = (self.prepared.held_out, self.prepared.held_out_indices, recipe.validation, recipe.reuse)
         self.validator = Validator(self.objectives, *measured, recipe.seed, self.device)
@@ -135,17 +139,13 @@ class Trainer:
             self.optimizer.load_state_dict(optimizer)
         self.log.say(f"continuing {self.newest} at step {self.step} of {self.recipe.steps}")
 
-    def start_from(self, run: Path) -> None:
+    def start_from(self, start: Start) -> None:
         """Begin with what another run has learned, or a checkpoint holds."""
-        found = states.newest_state(run, self.log.say)
-        if found is None:
-            names = states.start_from_checkpoint(self.method, run)
-            self.log.say(f"starting with {', '.join(sorted({name.partition('.')[0] for name in names}))} of {run}")
-            return
-        state = found[1]
-        self.method.load_state_dict(states.weights_for(self.method, state, self.recipe.method), strict=False)
-        self.adapter.load(state.adapter)
-        self.log.say(f"starting with the weights of {run} at its step {state.step}")
+        shared, adapter = start.weights_for(self.method), start.adapter_for(self.recipe.adapter)
+        self.method.load_state_dict({**self.method.state_dict(), **shared})
+        self.adapter.load(adapter)
+        parts = [*sorted({part_of(name) for name in shared}), *(["adapter"] if adapter else [])]
+        self.log.say(f"starting with {', '.join(parts)} of {start.source}")
 
     def train(self, signals: list[int]) -> None:
         """All steps that are left, or those until a signal comes."""
