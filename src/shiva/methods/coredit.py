@@ -77,7 +77,7 @@ def covering(scores: Tensor, layout: Layout) -> Tensor:
 
 @dataclass
 class CoReDiTStep:
-    indices: dict[int, Tensor] = field(default_factory=dict)  # layer -> (B, k)
+    indices: dict[str, Tensor] = field(default_factory=dict)  # attention -> (B, k)
 
 
 class CoReDiTMethod(Method):
@@ -90,12 +90,12 @@ class CoReDiTMethod(Method):
         k = ctx.tokens - int(self.config.share(*ctx.of_run(self.config.steps)) * ctx.tokens)
         if k >= x.shape[1]:
             return None
-        known: dict[int, Tensor] = ctx.now.indices
-        if not ctx.branch or self.guidance == "per-sample" or site.layer not in known:
+        known: dict[str, Tensor] = ctx.now.indices
+        if not ctx.branch or self.guidance == "per-sample" or site.name not in known:
             with ctx.phase("router"):
                 scores = unify_guidance(covering(-coherence(x, ctx.layout), ctx.layout), self.guidance, ctx)
-                known[site.layer] = hard_topk(scores, k)
-        indices = known[site.layer]
+                known[site.name] = hard_topk(scores, k)
+        indices = known[site.name]
         return filled(indices, x.shape[1], lambda updates: self.rebuilt(updates, indices, x, ctx))
 
     def rebuilt(self, updates: Tensor, indices: Tensor, x: Tensor, ctx: StepContext) -> Tensor:
