@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import shiva
+from baseline_tools import pair, sampled
 from shiva import cost
 from shiva.backbones.base import Site
 from shiva.bench.shapes import shape
-from shiva.core.cost import SiteCost, count
+from shiva.core.cost import SiteCost, count, total
 from shiva.cost import site_cost
 
+from method_table import METHODS
 from tiny import BACKBONES
 
 DENSE = [("sd3-medium", 17.81, 11.80), ("flux-dev", 74.38, 44.63), ("pixart-sigma", 13.27, 8.96)]
@@ -48,6 +53,41 @@ def test_the_price_of_a_reduced_step_is_what_torch_counts(backbone: str) -> None
         assert priced.dense.true == dense.true
         assert priced.step(counts).true == whole.true - signals.true - router.true
         assert session.summary().flops.true == pytest.approx(priced.step(counts).true)
+
+
+class Watched(TorchFunctionMode):
+    """FLOPs of a model's own layers and attentions, by the shapes they run on."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.flops = 0
+        self.weights = {id(parameter) for parameter in model.parameters()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (F.linear, F.conv2d) and id(args[1]) in self.weights:
+            self.flops += 2 * result.numel() * args[1][0].numel()
+        elif func is F.scaled_dot_product_attention:
+            query, key, value = [*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)][:3]
+            self.flops += 2 * query[..., 0].numel() * key.shape[-2] * (key.shape[-1] + value.shape[-1])
+        return result
+
+
+# The price of SparseDiT's blocks knows nothing of their keys; DyDiT's counts are rounded to whole tokens a sample.
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"sparsedit", "dydit"}))
+def test_a_run_costs_what_the_models_own_layers_compute(name: str) -> None:
+    tiny = BACKBONES["pixart"]
+    model, steps = tiny.make(), 4
+    session, timesteps = sampled(model, METHODS[name].on, steps, cfg="batched")
+    with session, torch.no_grad():
+        with Watched(model) as watched:
+            for timestep in timesteps:
+                model(**pair(tiny.call(2, 7, 9, timestep)))
+        with Watched(model) as signals:
+            if session.method.needs_signals:
+                session.backbone.signals(model, tiny.call(2, 7, 9))
+        own = total(step.own for step in session.stats)
+        assert session.summary().flops.true - own.true == pytest.approx(watched.flops - steps * signals.flops)
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)

@@ -13,10 +13,24 @@ import shiva
 from baseline_tools import SPEC, output
 from shiva.core.context import Exploration, StepContext
 from shiva.core.layout import Layout
+from shiva.methods.dydit import gumbel_mask
 from shiva.training.draws import exploration, moment
 from shiva.training.sections import Stage, Temperatures
 
 from tiny import BACKBONES, make_sd3, noise
+
+
+def test_dydit_mask_is_a_draw_of_the_routers_probability_with_a_softer_gradient() -> None:
+    logits = torch.full((20000,), 0.8, requires_grad=True)
+    torch.manual_seed(1)
+    mask = gumbel_mask(logits, 5.0)
+    mask.sum().backward()
+    torch.manual_seed(1)
+    drawn = logits.detach() + torch.logit(torch.rand(20000).clamp(1e-6, 1 - 1e-6))
+    torch.testing.assert_close(mask.detach(), (drawn > 0).float())
+    assert mask.mean().item() == pytest.approx(torch.sigmoid(torch.tensor(0.8)).item(), abs=0.01)
+    soft = torch.sigmoid(drawn / 5)
+    torch.testing.assert_close(logits.grad, soft * (1 - soft) / 5)
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)

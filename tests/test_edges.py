@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import shiva
 from neighbours import TINY
@@ -21,6 +22,7 @@ from shiva.methods import pruner
 from shiva.methods.ibtm import guidance_difference
 from shiva.methods.jit import JiTStep
 from shiva.ops.schedule import RatioSchedule
+from shiva.session import Session
 
 from tiny import BACKBONES, run
 
@@ -75,20 +77,34 @@ def test_a_second_call_that_begins_in_mid_run_runs_all_tokens() -> None:
     assert counts == [{64}, {32}, {64}]
 
 
-def test_a_choice_that_guidance_shares_is_made_once_by_two_calls_too() -> None:
-    tiny = BACKBONES["sd3"]
+@pytest.mark.parametrize("name", ["sd3", "sd35"])
+def test_a_choice_that_guidance_shares_is_made_once_by_two_calls_too(name: str) -> None:
+    tiny = BACKBONES[name]
     model, masks = tiny.make(), {}
     for guidance in ("shared", "per-sample"):
         with shiva.attach(model, shiva.CoReDiT(guidance=guidance), cfg="sequential") as session:
             first, second = (tiny.call(1, 8, 8) for _ in range(2))
             second["pooled_projections"] = 30 * second["pooled_projections"].flip(1)
             second["encoder_hidden_states"] = 30 * second["encoder_hidden_states"].flip(2)
-            run(model, first)
-            assert session.ctx is not None
-            chosen = {layer: indices.clone() for layer, indices in session.ctx.now.indices.items()}
-            run(model, second)
-            masks[guidance] = all(torch.equal(chosen[layer], session.ctx.now.indices[layer]) for layer in chosen)
+            calls = [positions_of(model, session, call) for call in (first, second)]
+            masks[guidance] = all(torch.equal(calls[0][site], calls[1][site]) for site in calls[0])
     assert masks == {"shared": True, "per-sample": False}
+
+
+def positions_of(model: nn.Module, session: Session, call: dict[str, Any]) -> dict[str, Tensor]:
+    """Which tokens each site runs on in a call."""
+    positions: dict[str, Tensor] = {}
+    method: Any = session.method
+    reduction = type(method).reduction
+
+    def noted(x: Tensor, site: Any, ctx: Any) -> Any:
+        made = reduction(method, x, site, ctx)
+        positions[site.name] = made.positions
+        return made
+
+    method.reduction = noted
+    run(model, call)
+    return positions
 
 
 @pytest.mark.parametrize("method", [shiva.Refresh, shiva.RAS])

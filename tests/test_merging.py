@@ -13,7 +13,8 @@ from torch import Tensor
 
 from baseline_tools import cells_of, matched
 from shiva.core.layout import Layout
-from shiva.ops import merging
+from shiva.core.options import LARGEST
+from shiva.ops import merging, seeded
 from shiva.ops.merging import Matching, match, merge, unmerge, windows
 
 from tiny import noise
@@ -76,3 +77,8 @@ def test_merging_computes_on_half_precision_and_keeps_it() -> None:
 def test_a_grid_without_a_whole_cell_is_refused() -> None:
     with pytest.raises(ValueError, match="1x8 grid holds no whole 2x2 cell"):
         windows(Layout(1, 8))
+
+
+@pytest.mark.parametrize("seed", [2**53, LARGEST])
+def test_any_seed_that_an_option_takes_makes_randomness(seed: int) -> None:
+    assert not torch.equal(*(torch.rand(4, generator=seeded(seed, step)) for step in (0, 1)))

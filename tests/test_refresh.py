@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 import shiva
+from baseline_tools import SPEC
 from pipelines import PIPELINES, dit
 from shiva.cli import app
+from shiva.core.context import StepContext
 from shiva.core.layout import Layout, to_prediction, to_tokens, token_mask
+from shiva.core.method import Place
 from shiva.evaluate.drawing import draw, load_with_arguments
 from shiva.fitting import fit_probe
 from shiva.fitting.table import fit_table
@@ -156,6 +160,55 @@ def test_coherent_tokens_skip_attention_and_none_is_far_from_one_that_runs() -> 
     cells = {(int(i) // 16, int(i) % 8 // 2) for i in chosen}
     assert len(cells) == 16, "one of each cell"
     assert sum(int(i) >= 32 for i in chosen) > 20, "the others where neighbours differ"
+
+
+def test_coredit_rebuilds_an_update_from_near_and_alike_tokens() -> None:
+    x, updates = torch.randn(1, 9, 6), torch.randn(1, 8, 3)
+    around = torch.tensor([[0, 1, 2, 3, 5, 6, 7, 8]])
+    method: Any = shiva.CoReDiT(spread=0.7).build(SPEC)
+    rebuilt = method.rebuilt(updates, around, x, StepContext(Layout(3, 3), 500.0))
+    away = torch.tensor([2.0, 1.0, 2.0, 1.0, 1.0, 2.0, 1.0, 2.0])  # squared distances to the middle
+    alike = torch.cosine_similarity(x[0, around[0]], x[0, 4][None]).clamp(min=1e-3)
+    weights = torch.exp(-away / (2 * 0.7**2)) * alike
+    torch.testing.assert_close(rebuilt[0, 4], (weights[:, None] * updates[0]).sum(0) / weights.sum())
+
+
+@pytest.mark.parametrize(("growth", "shares"), [(0.0, [0.5, 0.5, 0.5]), (0.5, [0.25, 0.5, 0.75])])
+def test_coredit_skips_more_as_a_run_goes_on(growth: float, shares: list[float]) -> None:
+    config = shiva.CoReDiT(ratio=0.5, growth=growth)
+    assert [config.share(step, 5) for step in (0, 2, 4)] == pytest.approx(shares)
+
+
+def test_ras_runs_what_is_busy_and_what_waits() -> None:
+    method: Any = shiva.RAS(starvation=0.5).build(SPEC)
+    ctx = StepContext(Layout(2, 2), 500.0, run=method.new_run(), now=method.new_step())
+    prediction, ages = torch.randn(1, 3, 4, 4), torch.tensor([0.0, 1.0, 2.0, 0.0])
+    method.end_step(prediction, ctx)
+    ctx.run.ages = ages[None]
+    busy = torch.stack(
+        [prediction[..., row : row + 2, column : column + 2].std() for row in (0, 2) for column in (0, 2)]
+    )
+    torch.testing.assert_close(method.scores(torch.zeros(1, 4, 16), ctx)[0], busy * torch.exp(0.5 * ages))
+
+
+def test_toca_runs_what_says_much_waited_and_leads_its_cell() -> None:
+    config = shiva.ToCa(fresh=0.3, slope=0.5, attention=0.1, waiting=0.5, even=0.6, interval=4)
+    assert [config.share("ffn", layer, 3) for layer in range(3)] == pytest.approx([0.45, 0.3, 0.15])
+    assert [config.share("attention", layer, 3) for layer in range(3)] == pytest.approx([0.15, 0.1, 0.05])
+    method: Any = config.build(SPEC)
+    ctx = StepContext(Layout(4, 4), 500.0, run=method.new_run(), now=method.new_step())
+    site, ages, updates = (
+        Place("ff", "ffn", 1, nn.Identity()),
+        torch.randint(0, 4, (1, 16)).float(),
+        torch.randn(1, 16, 5),
+    )
+    ctx.run.ages["ff", 0] = ages
+    expected = updates.norm(dim=-1) / updates.norm(dim=-1).max() + 0.5 * ages / 4
+    for cell in Layout(4, 4).windows()[0]:
+        expected[0, cell[expected[0, cell].argmax()]] += 0.6
+    chosen = method.choose(updates, 7, site, ctx)
+    assert torch.equal(chosen, expected.topk(7).indices.sort().values)
+    assert torch.equal(ctx.run.ages["ff", 0], (ages + 1).scatter(1, chosen, 0.0))
 
 
 def test_toca_runs_all_tokens_once_an_interval_and_some_between(tmp_path: Path) -> None:

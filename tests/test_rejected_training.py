@@ -150,7 +150,9 @@ def test_a_router_that_reads_age_starts_as_one_that_does_not() -> None:
     assert torch.equal(aware(x, time, prompt, 1, age), plain(x, time, prompt, 1))
     assert "proj_a" not in plain.state_dict(), "checkpoints without it load as they are"
     torch.nn.init.normal_(aware.proj_a)
-    assert not torch.equal(aware(x, time, prompt, 1, age), aware(x, time, prompt, 1, torch.zeros_like(age)))
+    hidden = x @ aware.proj_x.weight.T + aware.contexts(time, prompt)[1][:, None]
+    hidden = torch.nn.functional.silu(hidden + torch.log(1 + age)[..., None] * aware.proj_a)
+    torch.testing.assert_close(aware(x, time, prompt, 1, age), aware.score(aware.norm(hidden))[..., 0])
 
 
 # -- the loop --------------------------------------------------------------------------------------------

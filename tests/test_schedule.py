@@ -179,6 +179,20 @@ def test_the_router_is_the_papers_formula_and_its_signals_can_be_switched_off() 
     assert group_size("pairwise", 24) == 2
 
 
+@pytest.mark.parametrize("dual", [0.0, 0.02])
+def test_the_budget_loss_is_the_papers(dual: float) -> None:
+    """Eq. ema_avg, then Eq. budget_loss with the average just made; the dual term adds its integral."""
+    controller = BudgetController(0.6, beta=0.2, dual=dual).train()
+    for mean, mu, nu in [(0.8, 0.64, 0.04 * dual), (0.5, 0.612, 0.052 * dual)]:
+        batch = torch.tensor(mean, requires_grad=True)
+        loss = controller(batch)
+        loss.backward()
+        assert controller.mu.item() == pytest.approx(mu)
+        assert loss.item() == pytest.approx(mean * (2 * (mu - 0.6) + nu), rel=1e-4)
+        assert batch.grad is not None
+        assert batch.grad.item() == pytest.approx(2 * (mu - 0.6) + nu, rel=1e-4)
+
+
 def test_the_budget_controller_steers_to_its_target() -> None:
     """Without a task it arrives; with a constant pull only the dual term does."""
     ends = {}

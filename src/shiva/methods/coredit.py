@@ -13,7 +13,7 @@ from shiva.core.context import StepContext
 from shiva.core.layout import Layout
 from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, unify_guidance
 from shiva.core.options import Count, Positive, Share
-from shiva.core.reduction import Reduction
+from shiva.core.reduction import Reduction, flat_rows, gather
 from shiva.methods.scores import cell_leaders
 from shiva.methods.tomesd import merged_share
 from shiva.ops.fill import filled
@@ -77,7 +77,7 @@ def covering(scores: Tensor, layout: Layout) -> Tensor:
 
 @dataclass
 class CoReDiTStep:
-    indices: dict[int, Tensor] = field(default_factory=dict)  # layer -> (B, k)
+    indices: dict[str, Tensor] = field(default_factory=dict)  # attention -> (B, k)
 
 
 class CoReDiTMethod(Method):
@@ -90,12 +90,12 @@ class CoReDiTMethod(Method):
         k = ctx.tokens - int(self.config.share(*ctx.of_run(self.config.steps)) * ctx.tokens)
         if k >= x.shape[1]:
             return None
-        known: dict[int, Tensor] = ctx.now.indices
-        if not ctx.branch or self.guidance == "per-sample" or site.layer not in known:
+        known: dict[str, Tensor] = ctx.now.indices
+        if not ctx.branch or self.guidance == "per-sample" or site.name not in known:
             with ctx.phase("router"):
                 scores = unify_guidance(covering(-coherence(x, ctx.layout), ctx.layout), self.guidance, ctx)
-                known[site.layer] = hard_topk(scores, k)
-        indices = known[site.layer]
+                known[site.name] = hard_topk(scores, k)
+        indices = known[site.name]
         return filled(indices, x.shape[1], lambda updates: self.rebuilt(updates, indices, x, ctx))
 
     def rebuilt(self, updates: Tensor, indices: Tensor, x: Tensor, ctx: StepContext) -> Tensor:
@@ -103,7 +103,8 @@ class CoReDiTMethod(Method):
         every = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
         near = find_neighbours(indices, every, ctx.layout.shape, self.config.spread)
         unit = F.normalize(x.float(), dim=-1)
-        chosen = unit.gather(1, indices[..., None].expand(-1, -1, x.shape[-1])).flatten(0, 1)
-        likeness = (chosen[near.rows] * unit.flatten(0, 1)[:, None]).sum(dim=-1)
+        own, chosen = unit.flatten(0, 1), gather(unit, flat_rows(indices, x.shape[1])).flatten(0, 1)
+        # One neighbour of each token at a time: all 25 at once would be 25 times the tokens.
+        likeness = torch.stack([(chosen[rows] * own).sum(dim=-1) for rows in near.rows.unbind(dim=1)], dim=1)
         weights = near.weights * likeness.clamp(min=1e-3)
         return near._replace(weights=weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-12)).mean(updates)
