@@ -11,7 +11,10 @@ import torch
 
 import shiva
 from recipes.emoji import checkpoints
+from shiva.checkpoint import ShivaCheckpoint
+from shiva.core.method import Trainable
 from shiva.training.recipe import load_recipe, recipe_from
+from shiva.training.start import read_start
 from shiva.training.trainer import Trainer
 from training_tiny import make_folder, tiny_recipe
 
@@ -37,13 +40,23 @@ def test_there_is_one_for_each_trained_baseline() -> None:
 
 
 @pytest.mark.parametrize("name", checkpoints.RUNS)
-def test_each_is_trained_on_1024_tokens_with_as_many_images_from_a_router_that_is_here(name: str) -> None:
-    words = checkpoints.command(name, Path("outputs"))
+def test_each_is_trained_on_1024_tokens_with_as_many_images_from_a_router_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(RECIPES.parent)
+    words = checkpoints.command(name, tmp_path)
     changes = [value for flag, value in pairwise(words) if flag == "--set"]
     recipe = load_recipe(RECIPES.parent / words[words.index("train") + 1], changes)
     assert recipe.model.path == "models/emoji-128"
     assert recipe.steps * recipe.sampling.batch == 4800
-    assert recipe.start is None or (RECIPES.parent / recipe.start / "config.json").is_file()
+    if recipe.start is not None:
+        start, spec = read_start(recipe.start, print), ShivaCheckpoint.from_pretrained(recipe.start).origin.backbone
+        method = recipe.method_config().build(spec)
+        assert isinstance(method, Trainable)
+        policy = {id(weight) for weight in method.groups().get("policy", [])}
+        ratios = {key for key, weight in method.named_parameters() if id(weight) in policy}
+        assert start.weights_for(method).keys() == dict(method.named_parameters()).keys() - ratios
+        assert not start.adapter
 
 
 def test_every_baseline_and_shiva_are_trained_there() -> None:

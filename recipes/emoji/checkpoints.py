@@ -4,8 +4,8 @@
     python -m recipes.emoji.checkpoints shiva-60 dense            # some
     python -m recipes.emoji.checkpoints --list                    # the commands
 
-A router starts from the one of 256 tokens, whose shape is the same; an adapter starts anew. A run that was stopped
-goes on where it was; a finished one is copied into models/128.
+A router starts from the one of 256 tokens, whose shape is the same; ratios start anew, as does an adapter, whose DoRA
+belongs to its own base. A run that was stopped goes on where it was; a finished one is copied into models/128.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from shiva.checkpoint import ShivaCheckpoint
 
 COMMON = {
     "model.path": "models/emoji-128",
@@ -58,11 +60,25 @@ RUNS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     "sparsedit": ("recipes/baselines/sparsedit.yaml", {"start": "models/sparsedit"}, {"all.steps": 600}),
 }
 """Recipe, changes to it, and changes to its stages: 600 steps of 8 images for each."""
+POLICIES = ("policy", "ratio_logits", "rho")
+"""What methods call their ratios in a checkpoint."""
+
+
+def start_of(name: str, runs: Path) -> dict[str, str]:
+    """The `start` of a run, written here: the routers of the checkpoint that its row names, and nothing else of it."""
+    source = RUNS[name][1].get("start")
+    if source is None:
+        return {}
+    found = ShivaCheckpoint.from_pretrained(str(source))
+    weights = {key: weight for key, weight in found.weights.items() if key.partition(".")[0] not in POLICIES}
+    folder = runs / "starts" / name
+    ShivaCheckpoint(found.method_config, weights, found.tables, found.origin).save_pretrained(folder)
+    return {"start": str(folder)}
 
 
 def command(name: str, runs: Path) -> list[str]:
     recipe, changes, stages = RUNS[name]
-    values = {**COMMON, **changes, **{f"stages.{key}": value for key, value in stages.items()}}
+    values = {**COMMON, **changes, **start_of(name, runs), **{f"stages.{key}": value for key, value in stages.items()}}
     flags = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
     return [sys.executable, "-m", "shiva", "train", recipe, "--output", str(runs / name), *flags]
 
