@@ -133,21 +133,15 @@ ONE_OF_A_KIND = [name for name in PATTERNS if name not in (*NO_WHOLE_GRAPH, *ALI
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_OF_A_KIND)
-def test_a_step_is_one_graph_where_the_dense_model_is(name: str) -> None:
-    torch._dynamo.reset()
-    tiny, graphs = PATTERNS[name], []
+def test_a_step_is_one_graph_where_the_dense_model_is(name: str, graphs: Any) -> None:
+    tiny = PATTERNS[name]
     model = tiny.make()
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        graphs.append(graph)
-        return graph.forward
 
     with shiva.attach(model, shiva.Shiva(budget=0.5)) as session:
         eager = output(model, tiny.call(1, 4, 6))
-        session.compile(backend=backend, fullgraph=True)
+        session.compile(backend=graphs, fullgraph=True)
         torch.testing.assert_close(output(model, tiny.call(1, 4, 6)), eager, rtol=1e-4, atol=1e-5)
-    assert len(graphs) == 1
-    torch._dynamo.reset()
+    assert len(graphs.seen) == 1
 
 
 @pytest.mark.parametrize("name", DECLARED)
