@@ -17,7 +17,7 @@ from shiva.core.layout import Layout
 from shiva.core.method import BackboneSpec, MethodConfig
 from shiva.cost import Summary
 from shiva.ops import seeded
-from shiva.ops.merging import Matching, draw, match, partition, windows
+from shiva.ops.merging import Matching, draw, match, partition
 from shiva.session import Session
 
 from tiny import noise
@@ -48,7 +48,7 @@ def sampled(model: nn.Module, config: MethodConfig, steps: int, **options: Any) 
 
 
 def cells_of(grid: tuple[int, int], generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    cells = windows(Layout(*grid))
+    cells = Layout(*grid).windows()
     destinations, sources = partition(cells, draw(cells, 1, generator), grid[0] * grid[1])
     return destinations[0], sources[0]
 

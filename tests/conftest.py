@@ -1,5 +1,9 @@
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
+from torch.fx import GraphModule
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -10,3 +14,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def one_thread() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+class Graphs:
+    """A backend for `torch.compile` that keeps each graph and runs it as it is."""
+
+    def __init__(self) -> None:
+        self.seen: list[GraphModule] = []
+
+    def __call__(self, graph: GraphModule, inputs: list[torch.Tensor]) -> Any:
+        self.seen.append(graph)
+        return graph.forward
+
+
+@pytest.fixture
+def graphs() -> Iterator[Graphs]:
+    torch._dynamo.reset()
+    yield Graphs()
+    torch._dynamo.reset()

@@ -188,7 +188,7 @@ def rehearsed(
         def windows(*shape: Any) -> Any:
             with unset_fake_temporarily():
                 real = made(*shape)
-            return tuple(map(fake.from_tensor, real))
+            return layouts.Windows(*map(fake.from_tensor, real))
 
         monkeypatch.setattr(layouts, "_windows", windows)
         move(model, dtype)

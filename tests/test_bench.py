@@ -331,6 +331,8 @@ def test_without_cuda_graphs_say_so_and_steps_run_as_before() -> None:
         (shiva.DyDiT(bias=0.0), "does not settle its token counts"),
         (shiva.Shiva(budget=0.5, fill="cached"), "carries tensors from step to step"),
         (shiva.Ranked(budget=0.5, score="random"), "carries tensors from step to step"),
+        (shiva.Shiva(budget=0.5, fill="shortcut", recall=0.5), "carries tensors from step to step"),
+        (shiva.Shiva(budget=0.5, fill="shortcut", steady=0.5), "carries tensors from step to step"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(config: Any, message: str) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import shiva
 from shiva.compiled import GraphRunner
@@ -211,27 +210,21 @@ def test_weights_load_under_another_fill() -> None:
     ],
     ids=["lattice", "fresh keys", "router and cover", "span"],
 )
-def test_one_graph_serves_all_steps(backbone: str, config: Any) -> None:
+def test_one_graph_serves_all_steps(backbone: str, config: Any, graphs: Any) -> None:
     if backbone == "flux" and config.attends == "all":
         config = config.changed({"dense": (0, 2, 3)})
-    torch._dynamo.reset()
-    tiny, graphs = BACKBONES[backbone], []
+    tiny = BACKBONES[backbone]
     model = tiny.make()
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        graphs.append(graph)
-        return graph.forward
 
     calls = [tiny.call(2, 6, 6, timestep=t) for t in (900.0, 600.0, 300.0, 100.0)]
     with shiva.attach(model, config) as session:
         fitted(session.method)
         eager = [run(model, call) for call in calls]
-        session.compile(backend=backend, fullgraph=True)
+        session.compile(backend=graphs, fullgraph=True)
         compiled = [run(model, call) for call in calls]
     for a, b in zip(eager, compiled, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    assert len(graphs) == (2 if config.recall or config.steady else 1), "a first step has nothing to recall"
-    torch._dynamo.reset()
+    assert len(graphs.seen) == (2 if config.recall or config.steady else 1), "a first step has nothing to recall"
 
 
 class Again:

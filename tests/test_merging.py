@@ -15,7 +15,7 @@ from baseline_tools import cells_of, matched
 from shiva.core.layout import Layout
 from shiva.core.options import LARGEST
 from shiva.ops import merging, seeded
-from shiva.ops.merging import Matching, match, merge, unmerge, windows
+from shiva.ops.merging import Matching, match, merge, unmerge
 
 from tiny import noise
 
@@ -76,7 +76,7 @@ def test_merging_computes_on_half_precision_and_keeps_it() -> None:
 
 def test_a_grid_without_a_whole_cell_is_refused() -> None:
     with pytest.raises(ValueError, match="1x8 grid holds no whole 2x2 cell"):
-        windows(Layout(1, 8))
+        Layout(1, 8).windows()
 
 
 @pytest.mark.parametrize("seed", [2**53, LARGEST])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shiva
 from neighbours import ALIKE, NO_WHOLE_GRAPH
 from shiva.backbones.base import backbone_of
-from shiva.backbones.grids import GivenFrames, Latents, PositionIds, Shapes, Told
+from shiva.backbones.grids import GivenFrames, Latents, PositionIds, told_by_shapes, told_by_sizes
 from shiva.backbones.patterns import PatternBackbone
 from shiva.backbones.per_token import (
     Chosen,
@@ -133,21 +133,15 @@ ONE_OF_A_KIND = [name for name in PATTERNS if name not in (*NO_WHOLE_GRAPH, *ALI
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_OF_A_KIND)
-def test_a_step_is_one_graph_where_the_dense_model_is(name: str) -> None:
-    torch._dynamo.reset()
-    tiny, graphs = PATTERNS[name], []
+def test_a_step_is_one_graph_where_the_dense_model_is(name: str, graphs: Any) -> None:
+    tiny = PATTERNS[name]
     model = tiny.make()
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        graphs.append(graph)
-        return graph.forward
 
     with shiva.attach(model, shiva.Shiva(budget=0.5)) as session:
         eager = output(model, tiny.call(1, 4, 6))
-        session.compile(backend=backend, fullgraph=True)
+        session.compile(backend=graphs, fullgraph=True)
         torch.testing.assert_close(output(model, tiny.call(1, 4, 6)), eager, rtol=1e-4, atol=1e-5)
-    assert len(graphs) == 1
-    torch._dynamo.reset()
+    assert len(graphs.seen) == 1
 
 
 @pytest.mark.parametrize("name", DECLARED)
@@ -283,13 +277,13 @@ def test_position_ids_may_start_anywhere_and_hold_references_on_either_side() ->
 
 def test_shapes_name_the_image_first_and_its_layers_before_their_reference() -> None:
     edited = {**tokens(18), "img_shapes": [[(1, 3, 4), (1, 2, 3)]]}
-    assert Shapes()(Config, edited) == Layout(3, 4, text=5, after=6)
+    assert told_by_shapes(Config, edited) == Layout(3, 4, text=5, after=6)
     layered = type("Layered", (Config,), {"use_layer3d_rope": True})
     layered.config = layered
     shapes = {**tokens(36), "img_shapes": [[(1, 3, 4)] * 3]}
-    assert Shapes()(layered, shapes) == Layout(3, 4, frames=2, text=5, after=12)
+    assert told_by_shapes(layered, shapes) == Layout(3, 4, frames=2, text=5, after=12)
     with pytest.raises(ValueError, match="does not describe"):
-        Shapes()(Config, {**tokens(19), "img_shapes": [[(1, 3, 4), (1, 2, 3)]]})
+        told_by_shapes(Config, {**tokens(19), "img_shapes": [[(1, 3, 4), (1, 2, 3)]]})
 
 
 def test_clips_are_read_from_any_order_of_axes_and_given_frames_are_not_the_videos_own() -> None:
@@ -305,9 +299,9 @@ def test_clips_are_read_from_any_order_of_axes_and_given_frames_are_not_the_vide
 
 def test_a_grid_that_is_told_may_be_wrong_where_there_are_coordinates() -> None:
     told = {"num_frames": 2, "height": 3, "width": 2}
-    assert Told()(Config, {**tokens(12), **told}) == Layout(3, 2, 2, 5)
+    assert told_by_sizes(Config, {**tokens(12), **told}) == Layout(3, 2, 2, 5)
     places = Layout(3, 2, 2).places(torch.device("cpu")).T[None] * 1.5
     extra = torch.cat([places[:, :, :1]] * 2 + [places], dim=2)
     unsaid = {"num_frames": 1, "height": 1, "width": 1}
-    assert Told()(Config, {**tokens(12), **unsaid, "video_coords": places}) == Layout(3, 2, 2, 5)
-    assert Told()(Config, {**tokens(14), **unsaid, "video_coords": extra}) == Layout(3, 2, 2, 5, before=2)
+    assert told_by_sizes(Config, {**tokens(12), **unsaid, "video_coords": places}) == Layout(3, 2, 2, 5)
+    assert told_by_sizes(Config, {**tokens(14), **unsaid, "video_coords": extra}) == Layout(3, 2, 2, 5, before=2)

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shutil
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from browser import PHONE, TOO_WIDE, UNNAMED, become_a_phone, complaints, open_b
 from shiva.cli.short import report
 from shiva.core.context import Trace
 from shiva.evaluate.drawing import hints
+from shiva.evaluate.frontier import pareto
 from shiva.show import figures
 from shiva.show.demo import chosen_rows, demo_rows, make_demo
 from shiva.show.documents import figure_of
-from shiva.show.figures import Point, pareto_front
+from shiva.show.figures import Point
 from shiva.show.page import THUMBNAIL, Page
 from shiva.show.report import add, collect
 from shiva.show.style import encode, family, plot
@@ -31,9 +33,9 @@ REPOSITORY = Path(__file__).parent.parent
 
 
 def test_the_front_holds_what_no_other_beats() -> None:
-    cheap, dominated, best, equal = Point("a", 1, 5), Point("b", 2, 4), Point("c", 3, 9), Point("d", 3, 8)
-    assert pareto_front([best, dominated, equal, cheap]) == [cheap, best]
-    assert pareto_front([best, dominated, equal, cheap], higher_is_better=False) == [cheap, dominated]
+    points = [(3, 9), (2, 4), (3, 8), (1, 5)]
+    assert pareto(points, itemgetter(0), itemgetter(1)) == [(1, 5), (3, 9)]
+    assert pareto(points, itemgetter(0), lambda point: -point[1]) == [(1, 5), (2, 4)]
 
 
 def test_spread_keeps_both_ends() -> None:

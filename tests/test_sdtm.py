@@ -20,7 +20,7 @@ from shiva.core.method import MethodConfig
 from shiva.cost import StepRecord
 from shiva.methods.sdtm import SDTMRun, blended, detail_matching, structure_matching
 from shiva.ops import seeded
-from shiva.ops.merging import draw, merge, unmerge, windows
+from shiva.ops.merging import draw, merge, unmerge
 
 from tiny import BACKBONES, call_sd3, make_sd3, noise
 
@@ -41,7 +41,7 @@ def test_sdtm_counts_of_the_release() -> None:
 
 
 def test_structure_stage_merges_the_most_uniform_windows_whole() -> None:
-    grid, cells = (7, 8), windows(Layout(7, 8))
+    grid, cells = (7, 8), Layout(7, 8).windows()
     x = noise(2, 56, 16)
     unit = x / x.norm(dim=-1, keepdim=True)
     likeness = torch.stack([(unit[:, m] @ unit[:, m].mT).mean(dim=(1, 2)) for m in cells.members], dim=1)
@@ -57,14 +57,14 @@ def test_structure_stage_merges_the_most_uniform_windows_whole() -> None:
 
 
 def test_priority_decides_between_equal_windows() -> None:
-    cells, priority = windows(Layout(4, 4)), torch.zeros(1, 16)
+    cells, priority = Layout(4, 4).windows(), torch.zeros(1, 16)
     priority[0, cells.members[2]] = 1.0
     matching = structure_matching(torch.ones(1, 16, 4), priority, cells, draw(cells, 1, None)[0], merged=1)
     assert matching.destinations[0].tolist() == [int(cells.members[2, 0])]
 
 
 def test_detail_stage_merges_into_the_longest_merged_token() -> None:
-    cells, counter = windows(Layout(4, 4)), torch.zeros(1, 16)
+    cells, counter = Layout(4, 4).windows(), torch.zeros(1, 16)
     counter[0, cells.members[:, 3]] = 2.0
     matching = detail_matching(noise(1, 16, 8), counter, cells, merged=6)
     assert matching.destinations[0].tolist() == cells.members[:, 3].tolist()
@@ -72,7 +72,7 @@ def test_detail_stage_merges_into_the_longest_merged_token() -> None:
 
 
 def test_a_constant_image_is_restored_exactly() -> None:
-    x, cells = torch.full((1, 63, 4), 0.1), windows(Layout(7, 9))
+    x, cells = torch.full((1, 63, 4), 0.1), Layout(7, 9).windows()
     structure = structure_matching(x, torch.zeros(1, 63), cells, draw(cells, 1, seeded(0, 0))[0], merged=6)
     assert torch.equal(unmerge(merge(x, structure), structure), x)
     detail = detail_matching(x, torch.zeros(1, 63), cells, merged=20)

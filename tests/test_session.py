@@ -110,15 +110,9 @@ def test_half_precision(backbone: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backbone", ["sd3", "flux", "pixart"])
-def test_a_step_compiles_without_graph_breaks_once_per_distinct_row(backbone: str) -> None:
+def test_a_step_compiles_without_graph_breaks_once_per_distinct_row(backbone: str, graphs: Any) -> None:
     tiny = BACKBONES[backbone]
     model = tiny.make()
-    torch._dynamo.reset()
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        graphs.append(graph)
-        return graph.forward
 
     rows = torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)[:, None].expand(3, 4)
     schedule = shiva.RatioSchedule((1000.0, 500.0, 0.0), rows)
@@ -126,12 +120,11 @@ def test_a_step_compiles_without_graph_breaks_once_per_distinct_row(backbone: st
         session.method.set_schedule(schedule)
         calls = [tiny.call(2, 6, 6, timestep=t) for t in (990.0, 510.0, 490.0, 10.0, 980.0, 5.0)]
         eager = [run(model, call) for call in calls]
-        session.compile(backend=backend, fullgraph=True)
+        session.compile(backend=graphs, fullgraph=True)
         compiled = [run(model, call) for call in calls]
     for a, b in zip(eager, compiled, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    assert len(graphs) <= 3
-    torch._dynamo.reset()
+    assert len(graphs.seen) <= 3
 
 
 @pytest.mark.slow
@@ -144,14 +137,8 @@ def test_a_step_compiles_without_graph_breaks_once_per_distinct_row(backbone: st
     ],
     ids=["age", "age as a signal", "sweep"],
 )
-def test_cached_updates_and_age_compile_too(config: MethodConfig) -> None:
-    torch._dynamo.reset()
+def test_cached_updates_and_age_compile_too(config: MethodConfig, graphs: Any) -> None:
     model, tiny = make_sd3(), BACKBONES["sd3"]
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        graphs.append(graph)
-        return graph.forward
 
     calls = [tiny.call(2, 6, 6, timestep=t) for t in (900.0, 600.0, 300.0, 200.0)]
     with shiva.attach(model, config) as session:
@@ -161,12 +148,11 @@ def test_cached_updates_and_age_compile_too(config: MethodConfig) -> None:
         eager = [run(model, call) for call in calls]
         assert session.stats[0].kept["transformer_blocks.1"] == 36
         assert session.stats[1].kept["transformer_blocks.1"] == 18
-        session.compile(backend=backend, fullgraph=True)
+        session.compile(backend=graphs, fullgraph=True)
         compiled = [run(model, call) for call in calls]
     for a, b in zip(eager, compiled, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    assert len(graphs) == 2, "the dense first step, and one for all others"
-    torch._dynamo.reset()
+    assert len(graphs.seen) == 2, "the dense first step, and one for all others"
 
 
 @pytest.mark.slow

@@ -47,10 +47,9 @@ class GivenFrames:
     """Another grid whose leading frames may be given: their timestep is 0, where each token or frame has its own."""
 
     grid: Callable[[Any, Call], Layout]
-    timestep: str = "timestep"
 
     def __call__(self, transformer: Any, call: Call) -> Layout:
-        layout, times = self.grid(transformer, call), call[self.timestep]
+        layout, times = self.grid(transformer, call), call["timestep"]
         if times.ndim < 2 or times.is_meta or times[0].numel() % layout.frames:
             return layout
         frames = times[0].reshape(layout.frames, -1)
@@ -71,13 +70,11 @@ class PositionIds:
     """
 
     argument: str = "img_ids"
-    latents: str = "hidden_states"
-    text: str = "encoder_hidden_states"
     with_text: bool = False
     """The ids of the text come first."""
 
     def __call__(self, transformer: Any, call: Call) -> Layout:
-        ids, text, total = call[self.argument], call[self.text].shape[1], call[self.latents].shape[1]
+        ids, text, total = call[self.argument], call["encoder_hidden_states"].shape[1], call["hidden_states"].shape[1]
         if ids.is_meta:
             return any_grid(total, text)
         ids = ids[0] if ids.ndim == 3 else ids
@@ -107,48 +104,36 @@ def grid_of(ids: Tensor, total: int, text: int) -> Layout:
     return grid if in_order and grid.tokens == tokens else Scattered(1, tokens, **around)
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """From (frames, rows, columns) of each picture in the sequence, the image's own first."""
-
-    argument: str = "img_shapes"
-    text: str = "encoder_hidden_states"
-
-    def __call__(self, transformer: Any, call: Call) -> Layout:
-        shapes, total = call[self.argument][0], call["hidden_states"].shape[1]
-        shapes = [shapes] if isinstance(shapes[0], int) else list(shapes)
-        own = shapes[: self.targets(transformer, shapes)]
-        (_, rows, columns), frames = own[0], sum(shape[0] for shape in own)
-        if any(tuple(shape[1:]) != (rows, columns) for shape in own) or sum(map(prod, shapes)) != total:
-            raise ValueError(f"{self.argument}={shapes} does not describe the {total} tokens of the latents")
-        return Layout(rows, columns, frames, call[self.text].shape[1], after=total - frames * rows * columns)
-
-    def targets(self, transformer: Any, shapes: list[Any]) -> int:
-        """Pictures that are drawn: all but the last, a reference, where they are layers of one."""
-        return max(len(shapes) - 1, 1) if getattr(transformer.config, "use_layer3d_rope", False) else 1
+def told_by_shapes(transformer: Any, call: Call) -> Layout:
+    """From `img_shapes`: (frames, rows, columns) of each picture in the sequence, the image's own first."""
+    shapes, total = call["img_shapes"][0], call["hidden_states"].shape[1]
+    shapes = [shapes] if isinstance(shapes[0], int) else list(shapes)
+    own = shapes[: own_pictures(transformer, shapes)]
+    (_, rows, columns), frames = own[0], sum(shape[0] for shape in own)
+    if any(tuple(shape[1:]) != (rows, columns) for shape in own) or sum(map(prod, shapes)) != total:
+        raise ValueError(f"img_shapes={shapes} does not describe the {total} tokens of the latents")
+    text = call["encoder_hidden_states"].shape[1]
+    return Layout(rows, columns, frames, text, after=total - frames * rows * columns)
 
 
-@dataclass(frozen=True)
-class Told:
-    """From arguments of the call, or from coordinates (B, 3, N) of every token where they do not hold."""
+def own_pictures(transformer: Any, shapes: list[Any]) -> int:
+    """Pictures that are drawn: all but the last, a reference, where they are layers of one."""
+    return max(len(shapes) - 1, 1) if getattr(transformer.config, "use_layer3d_rope", False) else 1
 
-    frames: str = "num_frames"
-    rows: str = "height"
-    columns: str = "width"
-    coordinates: str = "video_coords"
 
-    def __call__(self, transformer: Any, call: Call) -> Layout:
-        total, text = call["hidden_states"].shape[1], call["encoder_hidden_states"].shape[1]
-        told: list[int] = [call.get(name) or 0 for name in (self.frames, self.rows, self.columns)]
-        if 1 < prod(told) <= total:
-            frames, rows, columns = told
-            return Layout(rows, columns, frames, text, after=total - prod(told))
-        places = call.get(self.coordinates)
-        if places is None or places.is_meta:
-            return any_grid(total, text)
-        starts = places[0] if places.ndim == 3 else places[0, ..., 0]
-        frames, rows, columns = (int(torch.unique(axis).numel()) for axis in starts)
-        before = total - frames * rows * columns
-        if before < 0:
-            raise ValueError(f"{self.coordinates} describe {frames}x{rows}x{columns} tokens, but there are {total}")
-        return Layout(rows, columns, frames, text, before=before)
+def told_by_sizes(transformer: Any, call: Call) -> Layout:
+    """From `num_frames`, `height` and `width`, or from coordinates (B, 3, N) of every token where they do not hold."""
+    total, text = call["hidden_states"].shape[1], call["encoder_hidden_states"].shape[1]
+    told: list[int] = [call.get(name) or 0 for name in ("num_frames", "height", "width")]
+    if 1 < prod(told) <= total:
+        frames, rows, columns = told
+        return Layout(rows, columns, frames, text, after=total - prod(told))
+    places = call.get("video_coords")
+    if places is None or places.is_meta:
+        return any_grid(total, text)
+    starts = places[0] if places.ndim == 3 else places[0, ..., 0]
+    frames, rows, columns = (int(torch.unique(axis).numel()) for axis in starts)
+    before = total - frames * rows * columns
+    if before < 0:
+        raise ValueError(f"video_coords describe {frames}x{rows}x{columns} tokens, but there are {total}")
+    return Layout(rows, columns, frames, text, before=before)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from shiva.backbones.base import TextPlace, register
-from shiva.backbones.grids import Latents, PositionIds, Shapes
+from shiva.backbones.grids import Latents, PositionIds, told_by_shapes
 from shiva.backbones.patterns import (
     IMAGE_TEXT,
     TEXT_IMAGE,
@@ -166,7 +166,7 @@ QWEN = PatternBackbone(
             inner=(Inner("attn", "attention", IMAGE_TEXT, QWEN_ATTENTION, keys="apart"), Inner("img_mlp", "ffn")),
         ),
     ),
-    grid=Shapes(),
+    grid=told_by_shapes,
     layout_reads=("img_shapes",),
     clock="fraction",
     time=Time("time_text_embed.time_proj", "time_text_embed.timestep_embedder", scale=1000),

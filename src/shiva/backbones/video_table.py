@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from shiva.backbones.base import Call, register
-from shiva.backbones.grids import GivenFrames, Latents, Told, first_given
+from shiva.backbones.grids import GivenFrames, Latents, first_given, told_by_sizes
 from shiva.backbones.patterns import IMAGE_TEXT, Inner, PatternBackbone, Prompt, Stack, Time
 from shiva.backbones.per_token import KeyMask, PerTokens, Rope, Rows, SharedRope, SquareMask, rope_of_each_head
 from shiva.core.layout import Layout
@@ -50,7 +50,7 @@ LTX_ROPE: PerTokens = {"image_rotary_emb": Rope()}
 LTX = PatternBackbone(
     transformers=("LTXVideoTransformer3DModel",),
     stacks=(crossed("transformer_blocks", {**LTX_ROPE, "temb": Rows()}, LTX_ROPE),),
-    grid=GivenFrames(Told()),
+    grid=GivenFrames(told_by_sizes),
     layout_reads=("timestep", "video_coords"),
     clock="scheduler",
     time=Time("time_embed.emb.time_proj", "time_embed.emb.timestep_embedder"),

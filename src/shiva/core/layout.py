@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+
+class Windows(NamedTuple):
+    """Equal cells that tile each frame of a grid, and what is left over at its right and bottom."""
+
+    members: Tensor  # (C, m) positions of each cell, row-major
+    outside: Tensor  # (O,) positions in no whole cell
 
 
 @dataclass(frozen=True)
@@ -55,8 +63,8 @@ class Layout:
         axes = [torch.arange(length, device=device) for length in self.shape]
         return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 2).float()
 
-    def windows(self, cell: tuple[int, int] = (2, 2)) -> tuple[Tensor, Tensor]:
-        """Cells of (rows, columns) tokens that tile each frame, (C, m), and the tokens in no whole cell, (O,)."""
+    def windows(self, cell: tuple[int, int] = (2, 2)) -> Windows:
+        """Cells of (rows, columns) tokens."""
         return _windows(self.shape, cell)
 
 
@@ -73,7 +81,7 @@ class Scattered(Layout):
 
 
 @functools.lru_cache(maxsize=32)
-def _windows(shape: tuple[int, int, int], cell: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def _windows(shape: tuple[int, int, int], cell: tuple[int, int]) -> Windows:
     frames, rows, columns = shape
     down, across = rows // cell[0], columns // cell[1]
     if not down * across:
@@ -83,7 +91,7 @@ def _windows(shape: tuple[int, int, int], cell: tuple[int, int]) -> tuple[Tensor
     members = covered.reshape(frames, down, cell[0], across, cell[1]).transpose(2, 3)
     inside = torch.zeros(shape, dtype=torch.bool)
     inside[:, : down * cell[0], : across * cell[1]] = True
-    return members.reshape(frames * down * across, -1), positions[~inside]
+    return Windows(members.reshape(frames * down * across, -1), positions[~inside])
 
 
 # -- a prediction, token by token: pictures (B, C, H, W), clips (B, C, F, H, W) or tokens (B, N, C) --------------

@@ -268,29 +268,23 @@ def generate(
     guidance: float,
     seed: int,
     first: int = 0,
-    batch: int | None = None,
     trace: bool = False,
     progress: Callable[[str, int], None] = lambda name, step: None,
     **arguments: Any,
 ) -> dict[str, Outcome]:
-    """Run every candidate on the same prompts and noise; the same seed gives the same images.
+    """Run every candidate on the same prompts, in one call, and the same noise; the same seed gives the same images.
 
-    A call holds `batch` prompts, or all of them; some methods share choices over a call. The summary is of the last.
     `first` is the first prompt's place in a longer list, of which these are a part.
     """
-    size = batch or len(prompts)
+    places = range(first, first + len(prompts))
     outcomes: dict[str, Outcome] = {}
     for name, candidate in candidates.items():
         with contextlib.ExitStack() as stack:
             session = stack.enter_context(candidate.attached(pipe))
             seen = stack.enter_context(session.trace()) if session is not None and trace else None
             start = time.perf_counter()
-            images = []
-            for place in range(0, len(prompts), size):
-                called = prompts[place : place + size]
-                places = range(first + place, first + place + len(called))
-                with stepping(pipe.scheduler, functools.partial(progress, name)):
-                    images += draw(pipe, called, seed, places, steps, guidance, **arguments)
+            with stepping(pipe.scheduler, functools.partial(progress, name)):
+                images = draw(pipe, prompts, seed, places, steps, guidance, **arguments)
             seconds = time.perf_counter() - start
             summary = None if session is None else session.summary()
         outcomes[name] = Outcome(images, seconds, summary, seen)

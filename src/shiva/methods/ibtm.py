@@ -28,7 +28,6 @@ from shiva.ops.merging import (
     merging,
     partition,
     split,
-    windows,
 )
 
 OUTSIDE_BONUS = 1e3
@@ -163,7 +162,7 @@ class IBTMMethod(Method):
             return
         generator = seeded(self.config.seed, ctx.step)
         if not ctx.run.begun:
-            cells = windows(ctx.layout)
+            cells = ctx.layout.windows()
             now.partition = partition(cells, draw(cells, self.spec.layers, generator), ctx.tokens)
             return
         importance, ctx.run.importance = ctx.run.importance, None  # used once, should guidance end within the run

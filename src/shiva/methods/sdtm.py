@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shiva.core.context import StepContext
+from shiva.core.layout import Windows
 from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, Run
 from shiva.core.options import Count, Ratio, Share, Whole
 from shiva.core.reduction import Reduction, Streams
@@ -19,14 +20,12 @@ from shiva.ops import seeded
 from shiva.ops.merging import (
     Matching,
     Matchings,
-    Windows,
     block_matching,
     draw,
     match,
     merging,
     unit,
     unmerge,
-    windows,
 )
 
 MERGE_ONLY = {"ratio": 0.25, "cache_weight": 1.0, "protect_every": None}
@@ -171,7 +170,7 @@ class SDTMMethod(Method):
         now.protected = config.protect_every is not None and step % config.protect_every == 0
         if now.merged:
             generator = seeded(config.seed, ctx.step) if config.random else None
-            now.cells = cells = windows(ctx.layout)
+            now.cells = cells = ctx.layout.windows()
             now.pick = draw(cells, self.spec.layers, generator)
             now.merged = min(now.merged, cells.members.shape[0] * (1 if structure else 3))
 

@@ -80,6 +80,7 @@ class ShortcutFill(Fill):
         self._places: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         estimates = config.parts in ("lin", "both")
         self.recalls, self.steadies = config.recall > 0 and estimates, config.steady > 0 and estimates
+        self.carries = self.recalls or self.steadies
 
     def begin_step(self, ctx: StepContext) -> None:
         """All layers at once, unless training may run some of them again."""

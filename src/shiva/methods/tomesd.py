@@ -23,7 +23,6 @@ from shiva.ops.merging import (
     match,
     merging,
     partition,
-    windows,
 )
 
 SubLayer = Literal["attention", "cross_attention", "ffn"]
@@ -114,7 +113,7 @@ class ToMeSDMethod(Method):
     def begin_step(self, ctx: StepContext) -> None:
         config = self.config
         if config.removed(ctx.tokens):
-            cells = windows(ctx.layout, (config.sy, config.sx))
+            cells = ctx.layout.windows((config.sy, config.sx))
             generator = seeded(config.seed, ctx.step) if config.random else None
             ctx.now.partition = partition(cells, draw(cells, self.spec.layers, generator), ctx.tokens)
 

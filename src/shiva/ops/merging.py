@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from shiva.core.context import StepContext
-from shiva.core.layout import Layout
+from shiva.core.layout import Windows
 from shiva.core.method import GuidancePolicy
 from shiva.core.reduction import Reduction, flat_rows, gather
 
@@ -19,18 +19,6 @@ Combine = Literal["mean", "mlerp", "prune"]
 
 
 # -- partitions --------------------------------------------------------------------------------------
-
-
-class Windows(NamedTuple):
-    """Equal cells tiling a grid, and what is left over at its right and bottom."""
-
-    members: Tensor  # (C, m) grid positions of each cell, row-major
-    outside: Tensor  # (O,) grid positions in no whole cell
-
-
-def windows(layout: Layout, cell: tuple[int, int] = (2, 2)) -> Windows:
-    """Tile every frame with cells of (rows, columns) tokens."""
-    return Windows(*layout.windows(cell))
 
 
 def draw(cells: Windows, layers: int, generator: torch.Generator | None) -> Tensor:

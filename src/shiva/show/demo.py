@@ -170,7 +170,6 @@ def make_demo(methods: str | None, every: bool, output: Path, steps: int | None,
                         part,
                         seed=seed,
                         first=first,
-                        batch=turn,
                         progress=lambda name, step: progress.update(task, advance=1, description=name),
                     )
                 )

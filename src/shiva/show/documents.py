@@ -287,15 +287,23 @@ def all_alike(prices: Mapping[str, float]) -> bool:
     return not reduced or max(reduced) - min(reduced) < SAME_COST * max(prices.values())
 
 
+def texts_of(table: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """A table of methods as text: by heading, then by method; the paper's own are left out."""
+    if table["columns"][0] != "method" or table["title"].startswith("The paper's"):
+        return {}
+    return {
+        heading: {str(row[0]): str(row[place]) for row in table["rows"]}
+        for place, heading in enumerate(table["columns"])
+        if place and not PAPER.match(heading)
+    }
+
+
 def columns_of(table: Mapping[str, Any]) -> Iterator[Column]:
-    """The columns of a table of methods that hold our figures, each by method."""
-    headings: Sequence[str] = table["columns"]
-    if headings[0] != "method" or table["title"].startswith("The paper's"):
-        return
-    for index, heading in enumerate(headings[1:], start=1):
-        cells = {row[0]: figure for row in table["rows"] if (figure := figure_of(row[index])) is not None}
-        if cells and not PAPER.match(heading):
-            yield heading, cells
+    """The columns of a table of methods that hold figures, each by method."""
+    for heading, cells in texts_of(table).items():
+        found = {method: figure for method, cell in cells.items() if (figure := figure_of(cell)) is not None}
+        if found:
+            yield heading, found
 
 
 def figure_of(cell: Any) -> float | None:

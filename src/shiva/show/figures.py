@@ -47,16 +47,11 @@ class Point:
     quality: float
 
 
-def pareto_front(points: Sequence[Point], higher_is_better: bool = True) -> list[Point]:
-    """The points that no other beats on both axes, from the cheapest on."""
-    sign = 1 if higher_is_better else -1
-    return pareto(points, lambda point: point.cost, lambda point: sign * point.quality)
-
-
 def quality_cost(points: Sequence[Point], cost: str, quality: str, higher_is_better: bool = True) -> Any:
     """Every method by what it costs and what it gives, with the front of those that nothing beats."""
     figure, (axis,) = plot(7.5, 4.4)
-    front = pareto_front(points, higher_is_better)
+    sign = 1 if higher_is_better else -1
+    front = pareto(points, lambda point: point.cost, lambda point: sign * point.quality)
     axis.step([p.cost for p in front], [p.quality for p in front], where="post", color=QUIET, zorder=1)
     for kind in FAMILIES:
         members = [p for p in points if family(p.name) == kind]
@@ -104,7 +99,7 @@ def overlay(image: Any, mask: Tensor, size: int = 384) -> Any:
     return Image.composite(picture, veil, stencil)
 
 
-def token_masks(image: Any, trace: Trace, title: str = "tokens that were computed") -> Any:
+def token_masks(image: Any, trace: Trace) -> Any:
     """The image under the masks of some layers (downwards) and steps (rightwards) of its run."""
     layers = spread(sorted({layer for _, layer in trace.positions}), SHOWN)
     steps = spread(sorted({step for step, _ in trace.positions}), SHOWN)
@@ -119,7 +114,7 @@ def token_masks(image: Any, trace: Trace, title: str = "tokens that were compute
         bare(axis)
         if step == steps[0]:
             axis.set_ylabel(f"layer {layer}", fontsize=8)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle("tokens that were computed", fontsize=10)
     return figure
 
 
@@ -129,8 +124,8 @@ def bare(axis: Any) -> None:
     axis.spines[:].set_visible(False)
 
 
-def score_maps(traces: Mapping[str, Trace], layer: int | None = None) -> Any:
-    """Scores of the same layer under several checkpoints: heat maps at some steps, then their histogram.
+def score_maps(traces: Mapping[str, Trace]) -> Any:
+    """Scores of the middle layer under several checkpoints: heat maps at some steps, then their histogram.
 
     Names are checkpoints, such as one of stratified and one of fixed training.
     """
@@ -138,7 +133,7 @@ def score_maps(traces: Mapping[str, Trace], layer: int | None = None) -> Any:
     layers = sorted({found for _, found in scored})
     if not layers:
         raise ValueError("no token was scored in all of these runs; trace methods with a router below budget 1")
-    layer = layers[len(layers) // 2] if layer is None else layer
+    layer = layers[len(layers) // 2]
     steps = spread(sorted(step for step, found in scored if found == layer), SHOWN - 1)
     figure, axes = plot(1.7 * (len(steps) + 1) + 0.6, 1.7 * len(traces) + 0.7, len(steps) + 1, rows=len(traces))
     cells = iter(axes)
@@ -214,8 +209,8 @@ def mark_stages(axis: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
 # -- benchmarks, from the documents that their JSON files hold ------------------------------------------
 
 
-def title_of(document: dict[str, Any], index: int = 0) -> str:
-    return textwrap.fill(document["tables"][index]["title"], 52)
+def title_of(document: dict[str, Any]) -> str:
+    return textwrap.fill(document["tables"][0]["title"], 52)
 
 
 def draw_step(document: dict[str, Any], path: Path) -> None:

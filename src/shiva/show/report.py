@@ -22,6 +22,7 @@ from shiva.show.documents import (
     measured_on,
     read_document,
     tables_of,
+    texts_of,
 )
 from shiva.show.page import Page, drawing
 
@@ -92,17 +93,6 @@ def add_main(page: Page, name: str, document: Mapping[str, Any]) -> None:
     cost, quality = (next((column for column in figures if column[0].startswith(start)), None) for start in FRONT)
     if cost is not None and quality is not None:
         add_front(page, cost, quality)
-
-
-def texts_of(table: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """A table of methods as text: by heading, then by method; the paper's own are left out."""
-    if table["columns"][0] != "method" or table["title"].startswith("The paper's"):
-        return {}
-    return {
-        heading: {str(row[0]): str(row[place]) for row in table["rows"]}
-        for place, heading in enumerate(table["columns"])
-        if place and not heading.startswith("paper")
-    }
 
 
 STEPS = 28
