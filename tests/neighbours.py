@@ -29,6 +29,8 @@ NO_WHOLE_GRAPH = ("lumina2", "qwen21", "zimage", "hidream", "hunyuan-video-15")
 """Transformers that read values on the host, or enter what no graph can hold."""
 ALIKE = ("kontext", "qwen-zero-t", "bria", "longcat", "wan-per-token", "wan-vace", "skyreels", "ltx-per-token")
 """Those whose stacks, and so graphs, are like another's."""
+DISPATCHED = ("flux", "qwen", "wan", "flux2", "zimage", "ltx", "hunyuan-video", "chroma")
+"""Those whose attention goes through diffusers' choice of kernels."""
 CPU = torch.device("cpu")
 
 
@@ -101,6 +103,7 @@ NEIGHBOURS: dict[str, Neighbour] = {
         lambda model: accelerate.cpu_offload(model, execution_device="cpu"), before=FIRST_ATTACH
     ),
     "group offload": Neighbour(group_offload, MANY),
+    "set_attention_backend": Neighbour(lambda model: model.set_attention_backend("_native_math"), DISPATCHED),
     "FirstBlockCache": Neighbour(
         lambda model: model.enable_cache(FirstBlockCacheConfig(threshold=0.05)), CACHES, before=FIRST_ATTACH
     ),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import ContextParallelConfig
 from diffusers.hooks.context_parallel import apply_context_parallel, remove_context_parallel
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor, nn
 
 import shiva
@@ -37,6 +38,12 @@ def alone(model: Any, name: str) -> Tensor:
     model._reset_stateful_cache()
     with model.cache_context("cond"):
         return output(model, name)
+
+
+@pytest.fixture(autouse=True)
+def kernels_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`set_attention_backend` chooses for all models that come after, too."""
+    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", _AttentionBackendRegistry._active_backend)
 
 
 @pytest.mark.parametrize("row", [name for name, found in NEIGHBOURS.items() if found.test])

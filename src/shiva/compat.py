@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffusers.hooks import HookRegistry, hooks
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 from torch import Tensor, nn
 
 from shiva.backbones.base import is_fused
@@ -34,6 +35,8 @@ CACHE_DIT = "_original_forward"
 """Where cache-dit keeps the forward that it wraps; it runs the blocks themselves, so it comes before `attach`."""
 ACCELERATE = "_old_forward"
 """Where accelerate's hooks keep the forward that they wrap."""
+BACKEND = "_attention_backend"
+"""Where a processor keeps what `set_attention_backend` chose; None takes the one that all share."""
 CONTEXT_PARALLEL = ("cp_input", "cp_output")
 """How diffusers' hooks that split a sequence over processes begin."""
 OFFLOADING = ("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading")
@@ -218,6 +221,23 @@ def caches_off(transformer: nn.Module) -> Iterator[None]:
         ours.fn_ref.original_forward = wrapped
         for registry, name, hook in reversed(taken):
             registry.register_hook(hook, name)
+
+
+@contextlib.contextmanager
+def native_attention(transformer: nn.Module) -> Iterator[None]:
+    """Attention by torch's own operator for a while: other backends run on no meta device, or count as nothing."""
+    chosen: list[tuple[Any, Any]] = []
+    for module in transformer.modules():
+        processor: Any = getattr(module, "processor", None)
+        if getattr(processor, BACKEND, None) is not None:
+            chosen.append((processor, getattr(processor, BACKEND)))
+            setattr(processor, BACKEND, None)
+    try:
+        with attention_backend(AttentionBackendName.NATIVE):
+            yield
+    finally:
+        for processor, backend in chosen:
+            setattr(processor, BACKEND, backend)
 
 
 @contextlib.contextmanager
