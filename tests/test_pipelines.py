@@ -64,6 +64,19 @@ def test_batched_guidance_halves_keep_the_same_tokens(name: str, tmp_path: Path)
         assert not session.ctx.guidance_pairs
 
 
+def test_one_prompt_given_by_its_embeddings_serves_several_images(tmp_path: Path) -> None:
+    """Flux broadcasts its text; what a router reads of it is as wide as the batch."""
+    tiny, several = PIPELINES["flux"], {"num_images_per_prompt": 2, "guidance": 1.0}
+    pipe = tiny.load(tmp_path)
+    dense = tiny.image(pipe, **several)
+    assert len(dense) == 2
+    with shiva.attach(pipe, shiva.Shiva(budget=1.0)):
+        assert torch.equal(tiny.image(pipe, **several), dense)
+    with shiva.attach(pipe, shiva.Shiva(budget=0.5)) as session:
+        assert not torch.equal(tiny.image(pipe, **several), dense)
+        assert session.summary().keep == pytest.approx(0.5, abs=0.02)
+
+
 def test_the_guidance_maximum_keeps_what_either_half_wants(tmp_path: Path) -> None:
     tiny = PIPELINES["sd3"]
     pipe = tiny.load(tmp_path)
