@@ -77,6 +77,17 @@ def test_one_prompt_given_by_its_embeddings_serves_several_images(tmp_path: Path
         assert session.summary().keep == pytest.approx(0.5, abs=0.02)
 
 
+def test_a_transformer_put_in_after_attach_is_told_by_the_summary(tmp_path: Path) -> None:
+    tiny = PIPELINES["flux"]
+    pipe = tiny.load(tmp_path)
+    session = shiva.attach(pipe, shiva.Sweep(budget=0.5))
+    pipe.transformer = tiny.make().transformer
+    tiny.image(pipe)
+    with pytest.raises(RuntimeError, match=r"pipe\.transformer was replaced after attach.*attach again"):
+        session.summary()
+    session.detach()
+
+
 def test_the_guidance_maximum_keeps_what_either_half_wants(tmp_path: Path) -> None:
     tiny = PIPELINES["sd3"]
     pipe = tiny.load(tmp_path)
