@@ -70,6 +70,11 @@ def group_offload(model: Any) -> None:
     model.enable_group_offload(onload_device=CPU, offload_type="leaf_level")
 
 
+def device_map(model: Any) -> None:
+    """As diffusers puts hooks on each component of a pipeline that is loaded with device_map="balanced"."""
+    accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+
+
 @dataclass(frozen=True)
 class Neighbour:
     """Something put on a transformer, which must then compute with a session that keeps all as it does without."""
@@ -96,6 +101,12 @@ NEIGHBOURS: dict[str, Neighbour] = {
     "fused QKV": Neighbour(lambda model: model.fuse_qkv_projections(), ("sd3", "flux", "pixart", "wan", "chroma")),
     "torchao INT8": Neighbour(int8, MANY),
     "bitsandbytes": Neighbour(bitsandbytes, ("sd3", "flux")),
+    "device_map, one device": Neighbour(device_map, MANY),
+    "device_map, with disk": Neighbour(
+        classes=("flux",),
+        before="load without it, attach first, then enable offload",
+        test="test_beside::test_weights_that_device_map_leaves_on_disk_come_after_the_session",
+    ),
     "model offload": Neighbour(
         lambda model: accelerate.cpu_offload_with_hook(model, execution_device="cpu"), before=FIRST_ATTACH
     ),
