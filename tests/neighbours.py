@@ -101,6 +101,9 @@ NEIGHBOURS: dict[str, Neighbour] = {
     "fused QKV": Neighbour(lambda model: model.fuse_qkv_projections(), ("sd3", "flux", "pixart", "wan", "chroma")),
     "torchao INT8": Neighbour(int8, MANY),
     "bitsandbytes": Neighbour(bitsandbytes, ("sd3", "flux")),
+    "GGUF": Neighbour(
+        classes=("flux",), after="it is a way to load the model", test="test_gguf::test_a_pipeline_of_a_gguf_file"
+    ),
     "device_map, one device": Neighbour(device_map, MANY),
     "device_map, with disk": Neighbour(
         classes=("flux",),
