@@ -29,6 +29,8 @@ NO_WHOLE_GRAPH = ("lumina2", "qwen21", "zimage", "hidream", "hunyuan-video-15")
 """Transformers that read values on the host, or enter what no graph can hold."""
 ALIKE = ("kontext", "qwen-zero-t", "bria", "longcat", "wan-per-token", "wan-vace", "skyreels", "ltx-per-token")
 """Those whose stacks, and so graphs, are like another's."""
+DISPATCHED = ("flux", "qwen", "wan", "flux2", "zimage", "ltx", "hunyuan-video", "chroma")
+"""Those whose attention goes through diffusers' choice of kernels."""
 CPU = torch.device("cpu")
 
 
@@ -68,6 +70,11 @@ def group_offload(model: Any) -> None:
     model.enable_group_offload(onload_device=CPU, offload_type="leaf_level")
 
 
+def device_map(model: Any) -> None:
+    """As diffusers puts hooks on each component of a pipeline that is loaded with device_map="balanced"."""
+    accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+
+
 @dataclass(frozen=True)
 class Neighbour:
     """Something put on a transformer, which must then compute with a session that keeps all as it does without."""
@@ -94,6 +101,15 @@ NEIGHBOURS: dict[str, Neighbour] = {
     "fused QKV": Neighbour(lambda model: model.fuse_qkv_projections(), ("sd3", "flux", "pixart", "wan", "chroma")),
     "torchao INT8": Neighbour(int8, MANY),
     "bitsandbytes": Neighbour(bitsandbytes, ("sd3", "flux")),
+    "GGUF": Neighbour(
+        classes=("flux",), after="it is a way to load the model", test="test_gguf::test_a_pipeline_of_a_gguf_file"
+    ),
+    "device_map, one device": Neighbour(device_map, MANY),
+    "device_map, with disk": Neighbour(
+        classes=("flux",),
+        before="load without it, attach first, then enable offload",
+        test="test_beside::test_weights_that_device_map_leaves_on_disk_come_after_the_session",
+    ),
     "model offload": Neighbour(
         lambda model: accelerate.cpu_offload_with_hook(model, execution_device="cpu"), before=FIRST_ATTACH
     ),
@@ -101,6 +117,7 @@ NEIGHBOURS: dict[str, Neighbour] = {
         lambda model: accelerate.cpu_offload(model, execution_device="cpu"), before=FIRST_ATTACH
     ),
     "group offload": Neighbour(group_offload, MANY),
+    "set_attention_backend": Neighbour(lambda model: model.set_attention_backend("_native_math"), DISPATCHED),
     "FirstBlockCache": Neighbour(
         lambda model: model.enable_cache(FirstBlockCacheConfig(threshold=0.05)), CACHES, before=FIRST_ATTACH
     ),

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import diffusers
 import peft
 import pytest
 import torch
 from diffusers import ContextParallelConfig
 from diffusers.hooks.context_parallel import apply_context_parallel, remove_context_parallel
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor, nn
 
 import shiva
@@ -37,6 +39,12 @@ def alone(model: Any, name: str) -> Tensor:
     model._reset_stateful_cache()
     with model.cache_context("cond"):
         return output(model, name)
+
+
+@pytest.fixture(autouse=True)
+def kernels_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`set_attention_backend` chooses for all models that come after, too."""
+    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", _AttentionBackendRegistry._active_backend)
 
 
 @pytest.mark.parametrize("row", [name for name, found in NEIGHBOURS.items() if found.test])
@@ -245,6 +253,25 @@ def test_a_run_from_a_picture(name: str, tmp_path: Path) -> None:
             assert not torch.equal(tiny.image(pipe, steps=4, **start), dense)
             assert session.summary().keep == pytest.approx(config.budget, abs=0.03)
     assert torch.equal(tiny.image(pipe, steps=4, **start), dense)
+
+
+# -- device maps -----------------------------------------------------------------------------------------
+
+
+def test_weights_that_device_map_leaves_on_disk_come_after_the_session(tmp_path: Path) -> None:
+    model: Any = make_flux()
+    model.save_pretrained(tmp_path)
+    dense = output(model, "flux")
+    devices = {name: "cpu" for name, _ in model.named_children()} | {"single_transformer_blocks": "disk"}
+    folder = str(tmp_path / "offloaded")
+    loaded = type(model).from_pretrained(tmp_path, device_map=devices, offload_folder=folder)
+    assert torch.equal(output(loaded, "flux"), dense)
+    with pytest.raises(ValueError, match="left weights of this transformer on disk.*attach first, then enable"):
+        shiva.attach(loaded, ON)
+    with shiva.attach(model, ON) as session:
+        accelerate.dispatch_model(model, devices, offload_dir=folder)
+        assert_reduced(output(model, "flux"), dense, session.summary())
+    assert torch.equal(output(model, "flux"), dense)
 
 
 # -- compiling -------------------------------------------------------------------------------------------

@@ -64,6 +64,30 @@ def test_batched_guidance_halves_keep_the_same_tokens(name: str, tmp_path: Path)
         assert not session.ctx.guidance_pairs
 
 
+def test_one_prompt_given_by_its_embeddings_serves_several_images(tmp_path: Path) -> None:
+    """Flux broadcasts its text; what a router reads of it is as wide as the batch."""
+    tiny, several = PIPELINES["flux"], {"num_images_per_prompt": 2, "guidance": 1.0}
+    pipe = tiny.load(tmp_path)
+    dense = tiny.image(pipe, **several)
+    assert len(dense) == 2
+    with shiva.attach(pipe, shiva.Shiva(budget=1.0)):
+        assert torch.equal(tiny.image(pipe, **several), dense)
+    with shiva.attach(pipe, shiva.Shiva(budget=0.5)) as session:
+        assert not torch.equal(tiny.image(pipe, **several), dense)
+        assert session.summary().keep == pytest.approx(0.5, abs=0.02)
+
+
+def test_a_transformer_put_in_after_attach_is_told_by_the_summary(tmp_path: Path) -> None:
+    tiny = PIPELINES["flux"]
+    pipe = tiny.load(tmp_path)
+    session = shiva.attach(pipe, shiva.Sweep(budget=0.5))
+    pipe.transformer = tiny.make().transformer
+    tiny.image(pipe)
+    with pytest.raises(RuntimeError, match=r"pipe\.transformer was replaced after attach.*attach again"):
+        session.summary()
+    session.detach()
+
+
 def test_the_guidance_maximum_keeps_what_either_half_wants(tmp_path: Path) -> None:
     tiny = PIPELINES["sd3"]
     pipe = tiny.load(tmp_path)

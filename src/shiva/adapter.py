@@ -77,6 +77,11 @@ class AttachedAdapter:
                 "weights of 8 bits, as of layerwise casting, take no adapter; load the pipeline again in more bits, "
                 "attach first, then call enable_layerwise_casting"
             )
+        if options.use_dora and any(map(is_gguf, transformer.parameters())):
+            raise ValueError(
+                "the checkpoint's adapter is a DoRA, which takes norms of the weights, and PEFT takes none of a GGUF "
+                "file's; call pipe.transformer.dequantize() first, which needs the memory of plain weights"
+            )
         need("peft", "adapter")
         if any(layer.merged_adapters for layer in tuner_layers(transformer)):
             raise ValueError(
@@ -164,6 +169,10 @@ def sample(weight: Tensor) -> Tensor:
 
 def is_float8(weight: Tensor) -> bool:
     return weight.is_floating_point() and weight.itemsize == 1
+
+
+def is_gguf(weight: Tensor) -> bool:
+    return type(weight).__name__ == "GGUFParameter"  # its module needs the gguf package
 
 
 def keeps_copies(transformer: nn.Module) -> bool:

@@ -7,9 +7,11 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from diffusers.hooks import HookRegistry, hooks
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 from torch import Tensor, nn
 
 from shiva.backbones.base import is_fused
@@ -34,6 +36,8 @@ CACHE_DIT = "_original_forward"
 """Where cache-dit keeps the forward that it wraps; it runs the blocks themselves, so it comes before `attach`."""
 ACCELERATE = "_old_forward"
 """Where accelerate's hooks keep the forward that they wrap."""
+BACKEND = "_attention_backend"
+"""Where a processor keeps what `set_attention_backend` chose; None takes the one that all share."""
 CONTEXT_PARALLEL = ("cp_input", "cp_output")
 """How diffusers' hooks that split a sequence over processes begin."""
 OFFLOADING = ("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading")
@@ -114,6 +118,12 @@ def refuse_conflicts(transformer: nn.Module) -> None:
                 "transformer.disable_cache(), attach first, then enable the cache again"
             )
     if any(offloads(getattr(module, "_hf_hook", None)) for module in transformer.modules()):
+        if "disk" in (getattr(transformer, "hf_device_map", None) or {}).values():
+            raise ValueError(
+                "device_map left weights of this transformer on disk, which a model without hooks does not have; load "
+                "it without device_map, attach first, then enable offload, as by "
+                "pipe.transformer.enable_group_offload(onload_device=..., offload_to_disk_path=...)"
+            )
         raise ValueError(
             "CPU offload is on, and would drop the session after an image; call pipe.remove_all_hooks(), "
             "attach first, then enable offload again"
@@ -173,29 +183,35 @@ def offloads(hook: Any) -> bool:
 def offloading_off(transformer: nn.Module) -> Iterator[None]:
     """Hooks that load or gather weights silenced for a while: on the meta device there is nothing to load."""
     silenced: list[Any] = []
-    replaced: list[tuple[Any, Any]] = []
     gathering = [m for m in transformer.modules() if hasattr(m, "set_reshard_after_forward")]  # torch's FSDPModule
     around = [(module, module._forward_pre_hooks, module._forward_hooks) for module in gathering]
+    accelerated: list[tuple[Any, Any]] = [(m, m._hf_hook) for m in transformer.modules() if hasattr(m, ACCELERATE)]
     for module in gathering:
         module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+    for module, _ in accelerated:
+        module._hf_hook = SimpleNamespace(pre_forward=arguments_alone, post_forward=output_alone, no_grad=False)
     for module in transformer.modules():
-        if hasattr(module, ACCELERATE):
-            replaced.append((module, module.forward))
-            module.forward = getattr(module, ACCELERATE)
         registry: Any = getattr(module, "_diffusers_hook", None)
         silenced += [hook for name, hook in getattr(registry, "hooks", {}).items() if name in OFFLOADING]
     for hook in silenced:
-        hook.fn_ref.pre_forward = lambda module, *args, **kwargs: (args, kwargs)
-        hook.fn_ref.post_forward = lambda module, output: output
+        hook.fn_ref.pre_forward, hook.fn_ref.post_forward = arguments_alone, output_alone
     try:
         yield
     finally:
         for hook in silenced:
             hook.fn_ref.pre_forward, hook.fn_ref.post_forward = hook.pre_forward, hook.post_forward
-        for module, forward in replaced:
-            module.forward = forward
+        for module, hook in accelerated:
+            module._hf_hook = hook
         for module, before, after in around:
             module._forward_pre_hooks, module._forward_hooks = before, after
+
+
+def arguments_alone(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, kwargs
+
+
+def output_alone(module: nn.Module, output: Any) -> Any:
+    return output
 
 
 @contextlib.contextmanager
@@ -218,6 +234,23 @@ def caches_off(transformer: nn.Module) -> Iterator[None]:
         ours.fn_ref.original_forward = wrapped
         for registry, name, hook in reversed(taken):
             registry.register_hook(hook, name)
+
+
+@contextlib.contextmanager
+def native_attention(transformer: nn.Module) -> Iterator[None]:
+    """Attention by torch's own operator for a while: other backends run on no meta device, or count as nothing."""
+    chosen: list[tuple[Any, Any]] = []
+    for module in transformer.modules():
+        processor: Any = getattr(module, "processor", None)
+        if getattr(processor, BACKEND, None) is not None:
+            chosen.append((processor, getattr(processor, BACKEND)))
+            setattr(processor, BACKEND, None)
+    try:
+        with attention_backend(AttentionBackendName.NATIVE):
+            yield
+    finally:
+        for processor, backend in chosen:
+            setattr(processor, BACKEND, backend)
 
 
 @contextlib.contextmanager

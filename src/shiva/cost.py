@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shiva.backbones.base import Call, Site
-from shiva.compat import caches_off, offloading_off, plain_linears
+from shiva.compat import caches_off, native_attention, offloading_off, plain_linears
 from shiva.core.context import StepContext
 from shiva.core.cost import ZERO, Flops, SiteCost, count, total
 from shiva.core.reduction import Reduction
@@ -139,7 +139,7 @@ def price(
     """FLOPs of a call run dense, and of each site in it; inside `probed` the sites' own calls are collected."""
     with contextlib.ExitStack() as stack:
         calls = stack.enter_context(probed)
-        for aside in (caches_off, offloading_off, plain_linears):
+        for aside in (caches_off, offloading_off, plain_linears, native_attention):
             stack.enter_context(aside(transformer))
         dense = count(lambda: meta_call(transformer, **example))
         return dense, site_costs(sites, calls, shapes, keys)

@@ -13,7 +13,7 @@ from torch import nn
 
 from shiva.adapter import AttachedAdapter
 from shiva.backbones.base import Backbone, Call
-from shiva.compat import HOOK, under_cache_dit
+from shiva.compat import HOOK, transformer_of, under_cache_dit
 from shiva.compiled import StepProgram, compile_forward
 from shiva.core.context import Exploration, Recording, StepContext, Trace
 from shiva.core.cost import ZERO
@@ -214,6 +214,11 @@ class Session(Stepper):
             raise RuntimeError(
                 "cache-dit was enabled after attach and runs the model past this session; "
                 "call cache_dit.disable_cache(pipe) and detach(), enable it again, then attach"
+            )
+        if not self.stats and self.pipeline is not None and transformer_of(self.pipeline) is not self.transformer:
+            raise RuntimeError(
+                "pipe.transformer was replaced after attach, and the new one runs without a session; "
+                "detach() this one and attach again"
             )
         frozen = any(step.frozen for step in self.stats)
         blocks = set(self.hooks.blocks) if frozen else set()

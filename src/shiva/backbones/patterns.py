@@ -127,7 +127,7 @@ class Time:
         return last_width(transformer.get_submodule(self.embedder))
 
     def __call__(self, transformer: Any, call: Call, like: Tensor) -> Tensor:
-        """(B, Dt); of a sample whose tokens are at several timesteps, the noisiest's."""
+        """(B, Dt); of a sample whose tokens are at several timesteps, the noisiest's; B may exceed that of `like`."""
         time = call[self.argument] * self.scale
         time = time.reshape(time.shape[0] if time.ndim else 1, -1).amax(dim=1)
         embedded = time if self.projection is None else transformer.get_submodule(self.projection)(time)
@@ -136,7 +136,7 @@ class Time:
             if self.projection is not None:
                 embedded = embedded.to(precision_of(embedder, like))
             embedded = embedder(embedded)
-        return embedded.to(like.dtype).expand(like.shape[0], -1)
+        return embedded.to(like.dtype).expand(max(like.shape[0], embedded.shape[0]), -1)
 
 
 def precision_of(module: nn.Module, like: Tensor) -> torch.dtype:
@@ -246,7 +246,8 @@ class PatternBackbone(Backbone):
 
     def signals(self, transformer: Any, call: Call) -> Signals:
         prompt = self.prompt(transformer, call)
-        return Signals(self.time(transformer, call, prompt), prompt)
+        time = self.time(transformer, call, prompt)
+        return Signals(time, prompt.expand(time.shape[0], -1))  # one prompt may serve several images
 
     def is_extra(self, call: Call) -> bool:
         return any(call.get(name, usual) not in (usual, None) for name, usual in self.extra.items())
