@@ -42,6 +42,16 @@ def test_a_mistake_is_one_line_with_the_fix() -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_a_terminal_of_few_letters_is_enough(tmp_path: Path) -> None:
+    plain = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text((REPOSITORY / "recipes" / "emoji-smoke.yaml").read_text("utf-8") + "# café\n", "utf-8")
+    for arguments in (["generate", "--help"], ["train", str(recipe), "--check"]):
+        command = [sys.executable, "-m", "shiva", *arguments]
+        done = subprocess.run(command, capture_output=True, timeout=280, cwd=REPOSITORY, env={**os.environ, **plain})
+        assert done.returncode == 0, done.stderr
+
+
 def test_a_missing_model_says_what_to_do(tmp_path: Path) -> None:
     result = shiva("generate", tmp_path / "nowhere", "a fox", "--output", tmp_path)
     assert result.returncode == 2

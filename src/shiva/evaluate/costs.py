@@ -258,7 +258,7 @@ def read_cache(path: Path, key: str) -> Any:
     """A figure that was measured before under the same key; None otherwise."""
     if not path.is_file():
         return None
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_bytes())
     return content["found"] if content["key"] == key else None
 
 

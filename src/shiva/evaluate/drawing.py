@@ -132,7 +132,7 @@ def hints(model: str | Path, candidates: Candidates | None = None) -> tuple[tupl
     without: tuple[str, ...] = ()
     arguments: dict[str, Any] = {}
     config = Path(model) / "text_encoder_3" / "config.json"
-    if config.is_file() and json.loads(config.read_text()).get("num_layers") == 0:
+    if config.is_file() and json.loads(config.read_bytes()).get("num_layers") == 0:
         without, arguments = ("text_encoder_3", "tokenizer_3"), {"max_sequence_length": 0}
     if candidates is None:
         return without, arguments

@@ -128,7 +128,7 @@ class Run:
     def manifest(self) -> dict[str, Any]:
         """What the folder knows of its images; empty before the first."""
         path = self.folder / "run.json"
-        return json.loads(path.read_text()) if path.is_file() else {}
+        return json.loads(path.read_bytes()) if path.is_file() else {}
 
     def claim(self, names: Sequence[str]) -> list[str]:
         """The candidates that can be resolved, after making sure the folder's images are of this very kind.
