@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -398,6 +400,19 @@ def test_what_cannot_compose_is_refused_by_name(small: Any) -> None:
 
 
 # -- the page and the command ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_a_narrow_terminal_cuts_no_figure(columns: int) -> None:
+    headings = ("method", "GFLOPs, MACs counted once", "saved", "latency, s", "one-step cosine ↑", "not ahead on")
+    rows = [("Shiva 66 in 3 steps", "1234.567", "51.4%", "0.147 ± 0.004", "0.98765", "Fréchet, " * 10)]
+    console = Console(width=columns, file=io.StringIO(), color_system=None)
+    Table("Title", headings, rows, "caption").show(console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in shown
+    assert all(figure in shown for figure in rows[0][1:5])
+    assert max(map(len, shown.splitlines())) <= columns
+    assert shown.count("caption") == 1
 
 
 def test_tables_are_written_into_their_places_only(tmp_path: Path) -> None:

@@ -43,6 +43,16 @@ def test_a_mistake_is_one_line_with_the_fix() -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_a_terminal_of_few_letters_is_enough(tmp_path: Path) -> None:
+    plain = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text((REPOSITORY / "recipes" / "emoji-smoke.yaml").read_text("utf-8") + "# café\n", "utf-8")
+    for arguments in (["generate", "--help"], ["train", str(recipe), "--check"]):
+        command = [sys.executable, "-m", "shiva", *arguments]
+        done = subprocess.run(command, capture_output=True, timeout=280, cwd=REPOSITORY, env={**os.environ, **plain})
+        assert done.returncode == 0, done.stderr
+
+
 def test_a_missing_model_says_what_to_do(tmp_path: Path) -> None:
     result = shiva("generate", tmp_path / "nowhere", "a fox", "--output", tmp_path)
     assert result.returncode == 2
@@ -157,6 +167,15 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("bench", "step", "--budgets", "0.6,x"), "--budgets 0.6,x holds what is no number"),
     (("bench", "step", "--record", "--output", "x"), "exclude each other"),
     (("validate", "--record", "--only", "jacobian"), "--record does not go with a quick run"),
+    (("eval", "m", "--methods", "ToMeSD", "--prompts", "{file}", "--seeds", ""), "--seeds names none"),
+    (("frontier", "m", "--methods", "ToMeSD", "--seeds", ","), "--seeds names none"),
+    (("frontier", "m", "--methods", "Sweep", "--budgets", "0.6,40"), "budget=40.0 is above 1; pass a share"),
+    (("frontier", "m", "--methods", "Sweep", "--prompts", "0"), "--prompts 0 draws nothing; pass at least 1"),
+    (("generate", "models/shiva/60", "a fox"), "models/shiva/60 has no model_index.json, so it is no diffusers pipe"),
+    (("generate", "m", "a fox", "--checkpoint", "models/shiva"), "models/shiva holds 60, 60-fixed, 80; name one"),
+    (("generate", "m", "a fox", "--checkpoint", "models/shiva/60/adapter"), "config.json is missing; is models/shiva"),
+    (("generate", "m", "a fox", "--checkpoint", "nobody/nothing"), "the hub does not give it"),
+    (("generate", "m", "a fox", "--checkpoint", "models/emoji"), "config.json is missing; is models/emoji a Shiva"),
     (("report", "{file}", "--output", "page.html"), "is neither a folder nor a .json file"),
     (("report", "results/bench/step.json", "--output", "{file}/page.html"), "is a file, so nothing can be written"),
 ]

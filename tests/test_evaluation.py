@@ -32,7 +32,7 @@ from shiva.evaluate.candidates import Candidate, Candidates, fingerprint, read_c
 from shiva.evaluate.costs import Prices, record, replay
 from shiva.evaluate.drawing import Workers, noise_seed
 from shiva.evaluate.evaluation import Evaluation
-from shiva.evaluate.images import Settings
+from shiva.evaluate.images import OtherImages, Settings
 from shiva.evaluate.metrics import METRICS, Tools, chosen
 from shiva.evaluate.prompts import Prompt, PromptSet
 from shiva.evaluate.protocols import TOLERANCE, Found, matched
@@ -204,6 +204,31 @@ def test_a_missing_checkpoint_is_left_out_with_the_way_to_train_it(tmp_path: Pat
     points = PROTOCOLS["points"](evaluation)
     assert points is not None
     assert "left out" not in points.tables[0].caption
+
+
+def test_a_run_that_never_drew_does_not_bind_the_folder_to_its_settings(tmp_path: Path, pipe: Prompted) -> None:
+    def nowhere() -> Any:
+        raise ValueError("no such model")
+
+    evaluation = make(tmp_path, pipe, settings=Settings("mistyped", None, steps=2, guidance=3.0))
+    evaluation.pipe = nowhere
+    run = evaluation.run()
+    with pytest.raises(ValueError, match="no such model"):
+        evaluation.complete(run, ["dense"], [0])
+    evaluation = make(tmp_path, pipe)
+    assert evaluation.complete(evaluation.run(), ["dense"], [0]) == ["dense"]
+
+
+def test_what_is_damaged_in_the_folder_is_measured_again_or_named(evaluation: Evaluation) -> None:
+    run = evaluation.run()
+    evaluation.complete(run, ["dense", "ToMeSD"], [0])
+    before = evaluation.scores(run, "ToMeSD", 0)
+    for damaged in ("{", "{}", "[]"):
+        (run.folder / "scores" / "tomesd" / "0.json").write_text(damaged)
+        assert evaluation.scores(run, "ToMeSD", 0) == before
+    (run.folder / "run.json").write_text("{")
+    with pytest.raises(OtherImages, match=r"run.json is damaged .*; delete .*, or pass another --output"):
+        run.claim(["dense"])
 
 
 def test_the_folder_knows_who_failed_while_running(evaluation: Evaluation) -> None:
@@ -529,6 +554,8 @@ def test_the_embedded_file_of_candidates_is_whole() -> None:
 
 def test_candidates_are_checked_at_the_door(tmp_path: Path) -> None:
     assert list(read_candidates("ToMeSD,ToMA:official").candidates) == ["dense", "ToMeSD", "ToMA:official"]
+    folder = REPOSITORY / "models" / "shiva" / "60"
+    assert read_candidates(str(folder)).candidates[str(folder)] == Candidate(checkpoint=str(folder))
     assert read_candidates("tomesd").candidates["tomesd"].config() == Candidate("ToMeSD").config()
     with pytest.raises(ValueError, match="has no method 'ToMeS'; did you mean 'ToMeSD'"):
         read_candidates("ToMeS")

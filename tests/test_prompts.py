@@ -36,6 +36,21 @@ def test_what_is_not_mjhq_is_told_its_form(tmp_path: Path) -> None:
             read_prompts(path)
 
 
+def test_a_mark_before_the_text_is_no_part_of_it(tmp_path: Path) -> None:
+    """Spreadsheets and editors of Windows put one into files they call UTF-8."""
+    contents = {"p.csv": "Prompts\ncafé\n", "p.txt": "café\n", "p.json": '{"a": {"prompt": "café", "category": ""}}'}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content, "utf-8-sig")
+        assert read_prompts(tmp_path / name).texts == ["café"]
+
+
+def test_what_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_bytes("café".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"p.txt is not UTF-8 \(.*\); save it as UTF-8"):
+        read_prompts(path)
+
+
 def test_drawbench_is_a_csv_with_quotes(tmp_path: Path) -> None:
     path = tmp_path / "drawbench.csv"
     path.write_text('Prompts,Category\n"A red car, and a sheep.",Colors\nA bird.,Counting\n')

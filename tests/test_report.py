@@ -402,6 +402,13 @@ def test_the_demo_has_eight_rows_at_most_and_takes_the_larger_model_once_it_is_t
     assert any(line.startswith("MagCache: step caches") for line in left_out)
 
 
+def test_headings_go_down_a_level_at_a_time(tmp_path: Path) -> None:
+    """As screen readers move by them, folded or not."""
+    levels = list(map(int, re.findall(r"<h(\d)", str(collect([evaluation(tmp_path / "eval")])))))
+    assert {1, 2, 3} == set(levels)
+    assert all(after - before <= 1 for before, after in zip([0, *levels], levels, strict=False))
+
+
 def visible(browser: Any) -> list[str]:
     shots = browser.find_elements("css selector", ".shot")
     return [shot.text.splitlines()[0] for shot in shots if shot.is_displayed()]

@@ -300,7 +300,7 @@ class ShivaCheckpoint(
 def remove_card(folder: Path) -> None:
     """Take out the card of an earlier checkpoint, which would be kept; a README of the user's own stays."""
     card = folder / "README.md"
-    if card.is_file() and card.read_text().rstrip().endswith(CARD_END):
+    if card.is_file() and card.read_text("utf-8").rstrip().endswith(CARD_END):
         card.unlink()
 
 

@@ -34,7 +34,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; is {path.parent} a Shiva checkpoint?")
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); save or download the checkpoint again") from error
     if not isinstance(found, dict):
@@ -45,7 +45,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_yaml(path: Path) -> Any:
     """What a YAML file says, or an error that says where it is not YAML."""
     try:
-        return from_yaml(path.read_text(), str(path))
+        return from_yaml(path.read_text("utf-8"), str(path))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text ({error}); write it again as UTF-8") from error
 

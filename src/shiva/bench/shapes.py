@@ -170,13 +170,13 @@ def shape(name: str, **changes: Any) -> Shape:
 
 def shape_of_folder(folder: Path) -> Shape:
     """Of a pipeline on disk, by its configs alone: no weights are read."""
-    config = json.loads((folder / "transformer" / "config.json").read_text())
+    config = json.loads((folder / "transformer" / "config.json").read_bytes())
     cls = config["_class_name"]
     if cls not in CALLS:
         raise ValueError(f"{folder} has a {cls}; benchmarks know {', '.join(CALLS)}")
     config = {key: value for key, value in config.items() if not key.startswith("_")}
     vae = folder / "vae" / "config.json"
-    stages = json.loads(vae.read_text())["block_out_channels"] if vae.is_file() else [0] * 4
+    stages = json.loads(vae.read_bytes())["block_out_channels"] if vae.is_file() else [0] * 4
     latent, layers = 2 ** (len(stages) - 1), tuple(config[key] for key in DEPTHS[cls])
     token = latent * (2 if "Flux" in cls else config["patch_size"])  # Flux's pipeline packs 2 x 2 latents in a token
     side = config.get("sample_size", 128) * latent

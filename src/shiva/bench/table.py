@@ -57,6 +57,8 @@ def environment() -> dict[str, Any]:
 
 WIDE = 180
 """Columns of a table that is written to a file or a pipe."""
+BORDER = 3
+"""Columns that a cell takes beside its text."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,37 @@ class Table:
         columns = [name for name in rows[0] if not name.startswith("paper") or any(row[name] for row in rows)]
         return cls(title, tuple(columns), [tuple(row[name] for name in columns) for row in rows], caption)
 
-    def rich(self) -> RichTable:
-        table = RichTable(title=escape(self.title), caption=escape(self.caption) or None)
-        for index, column in enumerate(self.columns):
-            table.add_column(escape(column), justify="right" if index else "left")
-        for row in self.rows:
-            table.add_row(*map(escape, row))
-        return table
+    def show(self, console: Console) -> None:
+        """As one table, or where it does not fit as several, each with some of the columns: no figure is cut."""
+        wide = [max(map(len, cells)) for cells in zip(self.columns, *self.rows, strict=True)]
+        tight = sum(wide) + BORDER * len(wide) >= console.width
+        *others, last = self.parts(console.width) if tight else [list(range(len(wide)))]
+        for places, caption in [*((part, "") for part in others), (last, self.caption)]:
+            table = RichTable(title=escape(self.title), caption=escape(caption) or None)
+            for place in places:
+                figures = {"justify": "right", "width": self.width(place, console.width) if tight else None}
+                table.add_column(escape(self.columns[place]), **(figures if place else {}))
+            for row in self.rows:
+                table.add_row(*(escape(row[place]) for place in places))
+            console.print(table)
+
+    def parts(self, room: int) -> list[list[int]]:
+        """Columns that fit side by side, the first one with all of them; its names may wrap, figures do not."""
+        name = min(max(map(len, (row[0] for row in self.rows)), default=0), room // 3)
+        found: list[list[int]] = []
+        left = 0
+        for place in range(1, len(self.columns)):
+            taken = self.width(place, room) + BORDER
+            if taken >= left:
+                found.append([0])
+                left = room - name - BORDER
+            found[-1].append(place)
+            left -= taken
+        return found or [[0]]
+
+    def width(self, place: int, room: int) -> int:
+        """Of a column whose heading is wrapped between words, and whose cells only if they are sentences."""
+        return min(room // 2, max(map(len, [*self.columns[place].split(), *(row[place] for row in self.rows)])))
 
     def markdown(self) -> str:
         columns = ["---", *["---:"] * (len(self.columns) - 1)]
@@ -100,7 +126,7 @@ def publish(
     """Print the tables, write `<name>.json` with the environment, and draw `<name>.png` beside it."""
     console = console or (Console() if sys.stdout.isatty() else Console(width=WIDE))
     for table in tables:
-        console.print(table.rich())
+        table.show(console)
     document = {
         "benchmark": name,
         "environment": environment(),

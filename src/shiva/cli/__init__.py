@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+import sys
 
 import typer
 
@@ -41,6 +43,9 @@ def main() -> None:
     for library in ("DIFFUSERS", "TRANSFORMERS"):  # their notices at import would stand before it
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # one that cannot write ↑ must not cost a table
     try:
         app()
     except Exception as error:

@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shiva.cli.terminal import Device, Dtype, Height, Output, Record, Threads, Width, folder_of, numbers, progress_line
+from shiva.cli.terminal import (
+    Device,
+    Dtype,
+    Height,
+    Output,
+    Record,
+    Threads,
+    Width,
+    folder_of,
+    progress_line,
+    seeds_of,
+)
 
 if TYPE_CHECKING:
     from shiva.evaluate.evaluation import Evaluation
@@ -16,7 +27,10 @@ if TYPE_CHECKING:
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="Folder or hub id of a diffusers pipeline")],
-    methods: Annotated[str, typer.Option(help="A YAML file of candidates, or names: ToMeSD,ToMA:paper")],
+    methods: Annotated[
+        str,
+        typer.Option(help="A YAML file of candidates, or names and checkpoints: ToMeSD,ToMA:paper,FOLDER"),
+    ],
     prompts: Annotated[Path | None, typer.Option(help="A .json, .csv, .tsv, .txt or .parquet prompt set")] = None,
     protocol: Annotated[list[str] | None, typer.Option(help="main, matched, floor, …, or all; repeatable")] = None,
     output: Output = None,
@@ -63,7 +77,7 @@ def evaluate(
     name = Path(model).name if limit is None else f"{Path(model).name}-{limit}"
     name = name if batch == 1 else f"{name}-by-{batch}"
     folder, candidates = folder_of(output, record, f"eval/{name}"), read_candidates(methods)
-    known, chosen_seeds = protocols(), numbers("--seeds", seeds, int)
+    known, chosen_seeds = protocols(), seeds_of(seeds)
     wanted = select(known, protocol)
     source = prompts or (Path(candidates.prompts) if candidates.prompts else None)
     if source is None:

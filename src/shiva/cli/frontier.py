@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shiva.cli.terminal import Device, Dtype, Height, Output, Record, Threads, Width, folder_of, numbers, progress_line
+from shiva.cli.terminal import (
+    Device,
+    Dtype,
+    Height,
+    Output,
+    Record,
+    Threads,
+    Width,
+    folder_of,
+    numbers,
+    progress_line,
+    seeds_of,
+)
 
 if TYPE_CHECKING:
     from shiva.evaluate.candidates import Candidate
@@ -77,6 +89,7 @@ def frontier(
         raise ValueError(f"--fewer {wrong[0]} is not fewer than --steps {steps}; pass numbers from 1 to {steps - 1}")
     wanted_caches, base = known("--caches", caches, CacheName), known("--solver", solver, Solver)[0]
     pruned = measuring.pruning([method for method in methods.split(",") if method], shares)
+    chosen_seeds = seeds_of(seeds)
     quiet()
     size: Any = {"height": height, "width": width}
     shared = prepare(model, device, dtype, steps=steps, guidance=guidance, **size)
@@ -95,7 +108,7 @@ def frontier(
             prompts=drawn,
             held_out=None,
             metrics=[m for m in chosen(metrics and metrics.split(","), tools) if metrics or m.needs != "dense"],
-            seeds=numbers("--seeds", seeds, int),
+            seeds=chosen_seeds,
             rounds=rounds,
             progress=progress,
         )
@@ -125,6 +138,8 @@ def prompt_sets(pipe: Any, prompts: str, limit: int, fit: int) -> tuple[PromptSe
 
     if prompts.isdecimal():
         count = int(prompts)
+        if count < 1:
+            raise ValueError(f"--prompts {prompts} draws nothing; pass at least 1, or a file of prompts")
         texts = texts_of(pipe(), str(count + max(fit, 2)), 0)
         drawn = PromptSet("everyday prompts", tuple(Prompt(text) for text in texts[:count]))
     else:

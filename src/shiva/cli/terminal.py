@@ -100,6 +100,14 @@ def numbers(option: str, text: str, kind: type = float) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(listed(option, text, kind)))
 
 
+def seeds_of(text: str) -> tuple[int, ...]:
+    """At least one whole number."""
+    seeds = numbers("--seeds", text, int)
+    if not seeds:
+        raise ValueError("--seeds names none, so nothing would be drawn; pass such as --seeds 0,1")
+    return seeds
+
+
 def listed(option: str, text: str, kind: type = float) -> list[Any]:
     """Numbers between commas."""
     try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shiva.api import attach, methods_by_name, plain, unknown_method
-from shiva.checkpoint import CONFIG_FILE, ShivaCheckpoint
+from shiva.checkpoint import CONFIG_FILE, WEIGHTS_FILE, ShivaCheckpoint, may_be_hub_id
 from shiva.core import options
 from shiva.core.method import MethodConfig
 from shiva.core.options import Count, NotNegative, Whole, build, conform
@@ -99,6 +99,9 @@ class Candidate:
         try:
             return ShivaCheckpoint.from_pretrained(self.folder())
         except OSError as error:
+            named = str(self.checkpoint)
+            if not self.train and (Path(named).is_dir() or may_be_hub_id(named)):
+                raise  # which says what the folder lacks, or the hub answered
             how = f"; train it: {self.train}" if self.train else ""
             raise FileNotFoundError(f"{self.checkpoint} is not here{how}") from error
 
@@ -107,7 +110,7 @@ class Candidate:
         root = Path(str(self.checkpoint))
         if not root.is_dir() or (root / CONFIG_FILE).is_file():
             return str(self.checkpoint)
-        inside = sorted(path.parent for path in root.glob(f"*/{CONFIG_FILE}"))
+        inside = sorted(path.parent for path in root.glob(f"*/{WEIGHTS_FILE}"))
         if len(inside) > 1:
             raise ValueError(f"{root} holds {', '.join(path.name for path in inside)}; name one of them")
         return str(inside[0]) if inside else str(self.checkpoint)
@@ -231,12 +234,14 @@ class Candidates:
 
 
 def read_candidates(methods: str) -> Candidates:
-    """A YAML file, or names such as `ToMeSD,ToMA:paper`, to which dense is added."""
+    """A YAML file, or names such as `ToMeSD,ToMA:paper` and checkpoints' folders, to which dense is added."""
     if methods.endswith((".yaml", ".yml")):
         return _read_file(Path(methods))
     found = {DENSE: Candidate()}
     for name in filter(None, methods.split(",")):
-        if name != DENSE:
+        if Path(name).is_dir():
+            found[name] = Candidate(checkpoint=name)
+        elif name != DENSE:
             method, _, preset = name.partition(":")
             found[name] = Candidate(method=method, preset=preset or "official")
     return Candidates(found)

@@ -258,8 +258,11 @@ def read_cache(path: Path, key: str) -> Any:
     """A figure that was measured before under the same key; None otherwise."""
     if not path.is_file():
         return None
-    content = json.loads(path.read_text())
-    return content["found"] if content["key"] == key else None
+    try:
+        content = json.loads(path.read_bytes())
+        return content["found"] if content["key"] == key else None
+    except (ValueError, KeyError, TypeError):  # damaged: measured again, as if it were not there
+        return None
 
 
 def cached(path: Path, key: str, measure: Callable[[], Any]) -> Any:

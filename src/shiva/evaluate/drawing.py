@@ -112,6 +112,11 @@ def load_pipeline(model: str | Path, dtype: str = "float32", without: Sequence[s
     options.choice("dtype", dtype, DTYPES)
     if not Path(model).is_dir() and Path(model).exists():
         raise ValueError(f"{model} is a file; pass the pipeline's folder or a hub id")
+    if Path(model).is_dir() and not (Path(model) / "model_index.json").is_file():
+        raise ValueError(
+            f"{model} has no model_index.json, so it is no diffusers pipeline; pass the folder of one "
+            "(a checkpoint of Shiva goes to --checkpoint or --methods)"
+        )
     try:
         pipe = DiffusionPipeline.from_pretrained(model, dtype=getattr(torch, dtype), **dict.fromkeys(without))
     except Exception as error:
@@ -132,7 +137,7 @@ def hints(model: str | Path, candidates: Candidates | None = None) -> tuple[tupl
     without: tuple[str, ...] = ()
     arguments: dict[str, Any] = {}
     config = Path(model) / "text_encoder_3" / "config.json"
-    if config.is_file() and json.loads(config.read_text()).get("num_layers") == 0:
+    if config.is_file() and json.loads(config.read_bytes()).get("num_layers") == 0:
         without, arguments = ("text_encoder_3", "tokenizer_3"), {"max_sequence_length": 0}
     if candidates is None:
         return without, arguments

@@ -68,8 +68,10 @@ def budgeted(name: str, candidate: Candidate, budgets: Sequence[float]) -> dict[
     trained = isinstance(source, ShivaCheckpoint)
     config = source.method_config if isinstance(source, ShivaCheckpoint) else source
     knob = None if config is None or (trained and config.knob in config.fixed) else config.knob
-    if knob not in ("budget", "keep"):
+    if config is None or knob not in ("budget", "keep"):
         return {name: candidate}
+    for at in budgets:
+        config.changed({knob: at})  # 40 for .4 is refused here, not left out after an hour
     return {f"{name} {at:g}": dataclasses.replace(candidate, options={knob: at}) for at in budgets}
 
 

@@ -128,7 +128,12 @@ class Run:
     def manifest(self) -> dict[str, Any]:
         """What the folder knows of its images; empty before the first."""
         path = self.folder / "run.json"
-        return json.loads(path.read_text()) if path.is_file() else {}
+        try:
+            return json.loads(path.read_bytes()) if path.is_file() else {}
+        except ValueError as error:
+            raise OtherImages(
+                f"{path} is damaged ({error}); delete {self.folder}, or pass another --output"
+            ) from error
 
     def claim(self, names: Sequence[str]) -> list[str]:
         """The candidates that can be resolved, after making sure the folder's images are of this very kind.
@@ -235,12 +240,12 @@ class Run:
         """
         able = self.claim(names)
         todo = [chunk for name in able for seed in seeds for chunk in self.missing(name, seed)]
+        if todo:  # before the folder is claimed for settings that perhaps no pipeline runs with
+            accepted(of_images(self.pipe()), self.settings.call)
         if workers.main:
             self._note(able, seeds, making=bool(todo))
         workers.wait()  # every process has listed what is missing before one makes any of it
         mine = workers.share(todo)
-        if mine:
-            accepted(of_images(self.pipe()), self.settings.call)
         total, done = sum(len(chunk.indices) for chunk in mine), 0
         for name in dict.fromkeys(chunk.name for chunk in mine):
             chunks = [chunk for chunk in mine if chunk.name == name]

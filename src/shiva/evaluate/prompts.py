@@ -58,7 +58,7 @@ class PromptSet:
 def read_mjhq(path: Path) -> PromptSet:
     """MJHQ-30K: `meta_data.json`, with images beside it as `<category>/<key>.jpg`."""
     try:
-        entries = json.loads(path.read_text())
+        entries = json.loads(path.read_bytes())
         prompts = tuple(Prompt(entry["prompt"], entry["category"], key) for key, entry in entries.items())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -73,7 +73,7 @@ def read_mjhq(path: Path) -> PromptSet:
 
 def read_rows(path: Path, name: str, delimiter: str, column: str) -> PromptSet:
     """A file of rows under headings, one of them Category."""
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:
         quotes = None if delimiter == "\t" else '"'
         rows = list(csv.DictReader(file, delimiter=delimiter, quotechar=quotes, quoting=0 if quotes else 3))
     if rows and column not in rows[0]:
@@ -84,7 +84,7 @@ def read_rows(path: Path, name: str, delimiter: str, column: str) -> PromptSet:
 
 def read_text(path: Path) -> PromptSet:
     """One prompt a line."""
-    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [line.strip() for line in path.read_text("utf-8-sig").splitlines()]
     texts = [line for line in lines if line]
     return PromptSet(path.stem, tuple(Prompt(text, key=str(index)) for index, text in enumerate(texts)))
 
@@ -128,7 +128,10 @@ def read_prompts(path: Path, split: str = "train", core: bool = True) -> PromptS
     if path.suffix == ".parquet":
         found = read_parquet(path, split, core)
     elif path.suffix in READERS:
-        found = READERS[path.suffix](path)
+        try:
+            found = READERS[path.suffix](path)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 ({error}); save it as UTF-8") from error
     else:
         raise ValueError(f"{path} ends in {path.suffix!r}; known are {', '.join([*READERS, '.parquet'])}")
     if not found.prompts:

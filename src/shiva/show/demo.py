@@ -177,7 +177,7 @@ def make_demo(methods: str | None, every: bool, output: Path, steps: int | None,
     table, dense = comparison(made), rows[0]
     drawn = f"{len(prompts)} images of {base.name}, {turn} at a time"
     title = f"{drawn}, {dense.steps} steps at guidance {dense.guidance:g} where dense"
-    console.print(Table(title, HEADINGS, table).rich())
+    Table(title, HEADINGS, table).show(console)
     page = draw_page(made, table, base, prompts)
     for reason in left_out:
         console.print(f"left out: {reason}", markup=False)

@@ -71,7 +71,7 @@ def read_document(path: Path) -> Document:
 
 def load(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); write it again with the command that made it") from error
 

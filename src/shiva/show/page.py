@@ -29,7 +29,7 @@ h1 { font-size: 1.7rem; margin: .5rem 0; } h2 { font-size: 1.25rem; margin: 2.8r
 h3 { font-size: 1rem; margin: 1.4rem 0 .5rem; }
 p { max-width: 48rem; } a { color: inherit; }
 details { border-top: 1px solid var(--line); padding: .2rem 0; }
-summary { font-size: 1.1rem; font-weight: 600; padding: .45rem 0; cursor: pointer; }
+summary { padding: .45rem 0; cursor: pointer; } summary h2 { display: inline; font-size: 1.1rem; }
 nav { display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; padding: .5rem 0; border-block: 1px solid var(--line); }
 .wide { overflow-x: auto; margin: .8rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
@@ -136,7 +136,7 @@ class Page:
         if not self.folded:
             self.parts.append(f'<h2 id="{name}">{escape(text)}</h2>')
         else:
-            fold = f'<details id="{name}"{" open" * opened}><summary>{escape(text)}</summary>'
+            fold = f'<details id="{name}"{" open" * opened}><summary><h2>{escape(text)}</h2></summary>'
             self.parts.append("</details>" * bool(self.sections) + fold)
         self.sections[name] = text
 

@@ -59,7 +59,7 @@ class Digest:
             what = f"{settings['model']}, {settings['steps']} steps at guidance {settings['guidance']:g}"
             rows.append((folder.name, f"{what}, {len(run['prompts'])} prompts", f"{len(run['candidates'])} methods"))
         folders = Counter(path.parent.name for path in self.documents)
-        rows += [(name, "tables and figures", f"{count} files") for name, count in folders.items()]
+        rows += [(name, "tables and figures", f"{count} file{'s' * (count > 1)}") for name, count in folders.items()]
         if rows:
             page.table(("what was measured", "how", "how much"), rows)
         places = {measured_on(read_document(path).environment) for path in self.documents}

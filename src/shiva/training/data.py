@@ -194,7 +194,7 @@ def read_mjhq(folder: Path) -> list[Example]:
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing; data.path must be the unpacked MJHQ-30K folder")
     images = {p.stem: p for p in sorted(folder.rglob("*")) if p.suffix.lower() in (".jpg", ".jpeg", ".png")}
-    entries = json.loads(path.read_text())
+    entries = json.loads(path.read_bytes())
     missing = [key for key in entries if key not in images]
     if missing:
         where = f"{entries[missing[0]].get('category', '')}/{missing[0]}.jpg"
@@ -207,7 +207,7 @@ def read_prompts(path: Path) -> list[Example]:
     if not path.exists():
         raise FileNotFoundError(f"data.path={str(path)!r} does not exist; give a file with one prompt a line")
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8-sig")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         if path.suffix == ".json":
             found = json.loads(text)

@@ -118,7 +118,7 @@ class Log:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """All records of a run; a line that a kill cut short counts as never written."""
     records = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
     return [record for record in records if isinstance(record, dict) and "step" in record]
