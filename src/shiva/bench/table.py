@@ -84,7 +84,8 @@ class Table:
         for places, caption in [*((part, "") for part in others), (last, self.caption)]:
             table = RichTable(title=escape(self.title), caption=escape(caption) or None)
             for place in places:
-                figures = {"justify": "right", "width": self.width(place, console.width) if tight else None}
+                width = self.width(place, console.width) if tight else None
+                figures: dict[str, Any] = {"justify": "right", "width": width}
                 table.add_column(escape(self.columns[place]), **(figures if place else {}))
             for row in self.rows:
                 table.add_row(*(escape(row[place]) for place in places))
