@@ -126,6 +126,26 @@ def test_turns_are_new_runs_that_choose_anew_and_twins_share_weights(small: Any)
         assert attached.session.ctx.branch == 0
 
 
+@pytest.mark.parametrize(
+    ("config", "step"),
+    [
+        (shiva.Sweep(budget=0.5), 3),
+        (shiva.Refresh(budget=0.5), 3),
+        (shiva.RAS(budget=0.5), 6),
+        (shiva.ToCa(), 3),
+        (shiva.Shiva(budget=0.5), None),
+        (shiva.Dense(), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_begins_with_all_tokens_is_timed_after_that(config: Any, step: int | None, small: Any) -> None:
+    attached = Attached(Entry(config), small().build(), small().call())
+    for _ in range(2):
+        attached.prepare()()
+    assert attached.step == step
+    assert step is None or attached.price(2).true < attached.session.summary().dense.true
+
+
 # -- anatomy, selector, scale, roofline ------------------------------------------------------------------
 
 

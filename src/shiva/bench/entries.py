@@ -17,7 +17,7 @@ import shiva
 from shiva.api import attach
 from shiva.backbones import backbone_of
 from shiva.bench.shapes import Shape
-from shiva.core.cost import Flops, count
+from shiva.core.cost import Flops, count, total
 from shiva.core.method import Method, MethodConfig
 from shiva.methods import Lattice, Shiva, ShivaMethod, Sweep
 from shiva.ops.networks import logit
@@ -104,11 +104,6 @@ class Entry:
     setup: Callable[[Any], None] = lambda method: None
     """What makes the untrained method run as a trained one would: a table of ratios, masks of some share."""
 
-    @property
-    def carries(self) -> bool:
-        """Whether a step needs those before it: what is timed then is a later step of a run, not its dense first."""
-        return getattr(self.config, "fill", None) == "cached"
-
     def build(self, transformer: nn.Module) -> Method:
         method = self.config.build(backbone_of(transformer).spec(transformer))
         self.setup(method)
@@ -148,33 +143,56 @@ def twin(transformer: nn.Module) -> nn.Module:
     return copy.deepcopy(transformer, shared)
 
 
+WHOLE_STEPS = 8
+"""Steps at the beginning of a run that may run all tokens before others reuse them, such as four of RAS."""
+
+
 class Attached:
     """An entry attached to a twin of the transformer, ready to take turns."""
 
     def __init__(self, entry: Entry, transformer: nn.Module, call: dict[str, Any], cfg: str = "auto"):
         self.transformer = twin(transformer)
         self.session: Session = attach(self.transformer, entry.build(transformer), cfg=cfg)
-        self.call, self.carries = call, entry.carries
+        self.call = call
         self.turns = 0
+        self.step: int | None = None
+        """Of one run whose steps the turns are; None where each is a run of its own."""
+        self._spent: dict[str, float] = {}
+        """Seconds in the reduction path before the first turn."""
 
     def prepare(self) -> Callable[[], Any]:
-        """One turn: a run of its own, or the next step of one run, which begins here with a dense step."""
-        call = new_run(self.call, self.session.backbone.latents)
-        if self.carries:
-            if self.turns == 0:
-                self.transformer(**call)
-            call["timestep"] = call["timestep"] * (1 - (self.turns + 1) / 1000)
+        """One turn: a run of its own, or the next step of one run where its first steps run all tokens."""
+        if self.turns == 0 and not self.call["timestep"].is_meta:
+            self.step, self._spent = self._first_reduced() or None, self.session.phases()
         self.turns += 1
+        if self.step is not None:
+            self.step += 1
+        call = self._at(self.step or 0)
         return lambda: self.transformer(**call)
 
-    def price(self) -> Flops:
-        """FLOPs of the latest turn by the session's own prices, without the method's own products."""
-        assert self.session.ctx is not None
-        return self.session.cost_model().step(self.session.ctx.counts)
+    def _first_reduced(self) -> int:
+        """The first step of a run that does not run all tokens; 0 if none does."""
+        for step in range(WHOLE_STEPS + 1):
+            self.transformer(**self._at(step))
+            ran = self.session.stats[-1]
+            if ran.skipped or min(ran.kept.values()) < ran.tokens:
+                return step
+        return 0
+
+    def _at(self, step: int) -> dict[str, Any]:
+        call = new_run(self.call, self.session.backbone.latents)
+        return {**call, "timestep": call["timestep"] * (1 - step / 1000)}
+
+    def price(self, turns: int) -> Flops:
+        """FLOPs of the latest turns by the session's own prices: the median, as of their times."""
+        ordered = sorted(self.session.summary().step_flops()[-turns:], key=lambda flops: flops.true)
+        middle = ordered[(turns - 1) // 2 : turns // 2 + 1]
+        return total(middle).scaled(1 / len(middle))
 
     def overhead(self) -> dict[str, float]:
         """Milliseconds a step in each phase of the reduction path, over all turns."""
-        return {phase: 1e3 * spent / max(1, self.turns) for phase, spent in self.session.phases().items()}
+        spent = self.session.phases()
+        return {name: 1e3 * (spent[name] - self._spent.get(name, 0.0)) / max(1, self.turns) for name in spent}
 
 
 def new_run(call: dict[str, Any], latents: str = "hidden_states") -> dict[str, Any]:

@@ -87,7 +87,7 @@ def measure_step(
     for name, timing in timings.items():
         flops = dense
         if name in running:
-            flops = flops_of(shape, entries[name], running[name])
+            flops = flops_of(shape, entries[name], running[name], rounds)
         results.append(
             StepResult(
                 name=name,
@@ -104,10 +104,10 @@ def measure_step(
     return results, skipped
 
 
-def flops_of(shape: Shape, entry: Entry, attached: Attached) -> Flops:
-    """Of the step that was timed: counted on the meta device, where neither data nor earlier steps matter."""
-    if entry.carries:
-        return attached.price()
+def flops_of(shape: Shape, entry: Entry, attached: Attached, rounds: int) -> Flops:
+    """Of the steps that were timed: counted on the meta device, where neither data nor earlier steps matter."""
+    if attached.step is not None:
+        return attached.price(rounds)
     return count_step(shape, entry) if attached.session.method.static else count(attached.prepare())
 
 
