@@ -1,7 +1,8 @@
 """A rehearsal for GPUs without one: methods run and train on fake tensors of a device, which have shapes, no values.
 
-What a step may not do there is found here: mix devices, read a value on the host, compute in float64, hand a block
-another dtype than the dense model does. A read is noted and answered with some value, so that the rest runs too.
+What a step may not do there is found here: mix devices, read a value on the host, copy from the host in block after
+block, compute in float64, hand a block another dtype than the dense model does. A read is noted and answered with some
+value, so that the rest runs too.
 Registering the device changes what torch takes for the process's accelerator, so no other test may share a process
 with these: pytest does not collect this file by itself, `make unit` runs it apart.
 """
@@ -62,6 +63,9 @@ class Watch(TorchDispatchMode):
         self.reads = 0
         self.width = width
         """Of tokens, which alone may not be float64 where it is given."""
+        self.block: int | None = None
+        self.filled: set[int] = set()
+        """Blocks in which something was copied from the host; one of them may do so, once for all."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
@@ -74,6 +78,9 @@ class Watch(TorchDispatchMode):
             return answer(*args)
         out = func(*args, **(kwargs or {}))
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        from_host = any(tensor.device.type == "cpu" and tensor.ndim for tensor in tensors)
+        if self.block is not None and from_host and any(tensor.device.type == "rehearsal" for tensor in made):
+            self.filled.add(self.block)
         if there and any(tensor.device.type == "cpu" for tensor in made):
             self.found.append(f"{func} copies to the host")
         doubles = [t for t in made if t.dtype == torch.float64 and t.device.type == "rehearsal"]
@@ -138,6 +145,8 @@ class Rehearsal:
     def verdict(self, reads: int, calls: int) -> list[str]:
         read = self.watch.reads - calls * self.own.reads
         counted = [] if read == reads else [f"{read} reads of values, not {reads}"]
+        if len(self.watch.filled) > 1:
+            counted.append(f"copies from the host in each of the blocks {sorted(self.watch.filled)}")
         return sorted(set(self.watch.found) - set(self.own.found)) + counted
 
 
@@ -181,14 +190,18 @@ def rehearsed(
         dtypes = [leaf.dtype for leaf in leaves if leaf.is_floating_point()]
         if given.setdefault(layer, dtypes) != dtypes:
             watch.found.append(f"block {layer} is given {dtypes}, by the dense model {given[layer]}")
+        watch.block = layer
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    def leave(*block: Any) -> None:
+        watch.block = None
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
         made = layouts._windows
 
-        def windows(*shape: Any) -> Any:
+        def windows(shape: Any, cell: Any, device: torch.device) -> Any:
             with unset_fake_temporarily():
-                real = made(*shape)
-            return layouts.Windows(*map(fake.from_tensor, real))
+                real = made(shape, cell, layouts.HOST)
+            return layouts.Windows(*(torch.empty(part.shape, dtype=part.dtype, device=device) for part in real))
 
         monkeypatch.setattr(layouts, "_windows", windows)
         move(model, dtype)
@@ -197,6 +210,7 @@ def rehearsed(
             block.register_forward_pre_hook(
                 lambda module, args, kwargs, layer=layer: same_dtypes(layer, args, kwargs), with_kwargs=True
             )
+            block.register_forward_hook(leave)
         arguments = tree_map(lambda value: on_device(value, dtype), call)
         with own, session.disabled(), torch.no_grad():
             model(**arguments)

@@ -171,6 +171,10 @@ class StepContext:
     def tokens(self) -> int:
         return self.layout.tokens
 
+    def here(self, tensor: Tensor) -> Tensor:
+        """A tensor of the host on the device of this call: moved once, not in every layer."""
+        return tensor if self.latents is None else tensor.to(self.latents.device)
+
     @property
     def ends_run(self) -> bool:
         """Whether no step comes after this one."""

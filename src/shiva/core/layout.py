@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+HOST = torch.device("cpu")
+
 
 class Windows(NamedTuple):
     """Equal cells that tile each frame of a grid, and what is left over at its right and bottom."""
@@ -63,9 +65,9 @@ class Layout:
         axes = [torch.arange(length, device=device) for length in self.shape]
         return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 2).float()
 
-    def windows(self, cell: tuple[int, int] = (2, 2)) -> Windows:
+    def windows(self, cell: tuple[int, int] = (2, 2), device: torch.device = HOST) -> Windows:
         """Cells of (rows, columns) tokens."""
-        return _windows(self.shape, cell)
+        return _windows(self.shape, cell, device)
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ class Scattered(Layout):
 
 
 @functools.lru_cache(maxsize=32)
-def _windows(shape: tuple[int, int, int], cell: tuple[int, int]) -> Windows:
+@torch.inference_mode(False)
+def _windows(shape: tuple[int, int, int], cell: tuple[int, int], device: torch.device) -> Windows:
     frames, rows, columns = shape
     down, across = rows // cell[0], columns // cell[1]
     if not down * across:
@@ -91,7 +94,7 @@ def _windows(shape: tuple[int, int, int], cell: tuple[int, int]) -> Windows:
     members = covered.reshape(frames, down, cell[0], across, cell[1]).transpose(2, 3)
     inside = torch.zeros(shape, dtype=torch.bool)
     inside[:, : down * cell[0], : across * cell[1]] = True
-    return Windows(members.reshape(frames * down * across, -1), positions[~inside])
+    return Windows(members.reshape(frames * down * across, -1).to(device), positions[~inside].to(device))
 
 
 # -- a prediction, token by token: pictures (B, C, H, W), clips (B, C, F, H, W) or tokens (B, N, C) --------------

@@ -71,7 +71,7 @@ def coherence(x: Tensor, layout: Layout) -> Tensor:
 def covering(scores: Tensor, layout: Layout) -> Tensor:
     """Scores (B, N) in which the best token of each 2x2 cell comes before all others, so that all have one near."""
     first = torch.zeros_like(scores).scatter(1, cell_leaders(scores, layout), 1.0)
-    first[:, layout.windows().outside.to(scores.device)] = 1.0
+    first[:, layout.windows(device=scores.device).outside] = 1.0
     return scores + 4 * first
 
 

@@ -163,7 +163,8 @@ class IBTMMethod(Method):
         generator = seeded(self.config.seed, ctx.step)
         if not ctx.run.begun:
             cells = ctx.layout.windows()
-            now.partition = partition(cells, draw(cells, self.spec.layers, generator), ctx.tokens)
+            made = partition(cells, draw(cells, self.spec.layers, generator), ctx.tokens)
+            now.partition = ctx.here(made[0]), ctx.here(made[1])
             return
         importance, ctx.run.importance = ctx.run.importance, None  # used once, should guidance end within the run
         if importance is None:
@@ -177,8 +178,8 @@ class IBTMMethod(Method):
         order = importance.argsort(dim=1, descending=True, stable=True)
         now.pool = order[:, :pool]  # (b, M), b images
         drawn = torch.rand(self.spec.layers, pool, generator=generator).argsort(dim=1)
-        now.drawn = drawn[:, : max(1, ctx.tokens // 4)]  # (L, K)
-        now.jitter = TIE_BREAK * torch.randn(drawn.shape[1], 2, generator=generator)
+        now.drawn = ctx.here(drawn[:, : max(1, ctx.tokens // 4)])  # (L, K)
+        now.jitter = ctx.here(TIE_BREAK * torch.randn(drawn.shape[1], 2, generator=generator))
 
     # -- merging -------------------------------------------------------------------------------------
 

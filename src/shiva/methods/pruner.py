@@ -175,11 +175,11 @@ class Pruner(Method):
             if self.settles(ctx):
                 ctx.now.settled = self.settle(ctx)
             else:
-                ctx.now.drawn = self.score.draw(ctx.layout, ctx.step, self.spec.layers)
+                ctx.now.drawn = ctx.here(self.score.draw(ctx.layout, ctx.step, self.spec.layers))
         if self.config.cover and ctx.now.cover is None:
             turn = ctx.explore.step + ctx.explore.index if self.training else ctx.step
             drawn = Lattice(self.config.span).draw(ctx.layout, turn, self.spec.layers)
-            ctx.now.cover = drawn if ctx.latents is None else drawn.to(ctx.latents.device)
+            ctx.now.cover = ctx.here(drawn)
 
     def end_step(self, output: Tensor, ctx: StepContext) -> None:
         self.score.observe(output, ctx)

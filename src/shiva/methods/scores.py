@@ -287,6 +287,6 @@ def with_bonus(scores: Tensor, bonus: Tensor, weight: float) -> Tensor:
 
 def cell_leaders(scores: Tensor, layout: Layout) -> Tensor:
     """The best token (B, C) of each 2x2 cell, by scores (B, N)."""
-    members = layout.windows().members.to(scores.device)
+    members = layout.windows(device=scores.device).members
     best = scores[:, members].argmax(dim=2, keepdim=True)
     return members.expand(scores.shape[0], -1, -1).gather(2, best).squeeze(2)

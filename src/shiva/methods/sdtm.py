@@ -170,8 +170,9 @@ class SDTMMethod(Method):
         now.protected = config.protect_every is not None and step % config.protect_every == 0
         if now.merged:
             generator = seeded(config.seed, ctx.step) if config.random else None
-            now.cells = cells = ctx.layout.windows()
-            now.pick = draw(cells, self.spec.layers, generator)
+            cells = ctx.layout.windows()
+            now.cells = Windows(*map(ctx.here, cells))
+            now.pick = ctx.here(draw(cells, self.spec.layers, generator))
             now.merged = min(now.merged, cells.members.shape[0] * (1 if structure else 3))
 
     def matching(self, metric: Tensor, layer: int, ctx: StepContext) -> Matching:

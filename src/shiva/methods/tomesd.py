@@ -115,7 +115,8 @@ class ToMeSDMethod(Method):
         if config.removed(ctx.tokens):
             cells = ctx.layout.windows((config.sy, config.sx))
             generator = seeded(config.seed, ctx.step) if config.random else None
-            ctx.now.partition = partition(cells, draw(cells, self.spec.layers, generator), ctx.tokens)
+            made = partition(cells, draw(cells, self.spec.layers, generator), ctx.tokens)
+            ctx.now.partition = ctx.here(made[0]), ctx.here(made[1])
 
     def matching(self, metric: Tensor, layer: int, ctx: StepContext) -> Matching:
         destinations, sources = (part[layer].to(metric.device) for part in ctx.now.partition)
