@@ -78,6 +78,14 @@ def test_a_saved_checkpoint_gives_the_same_image_in_a_new_process(tmp_path: Path
     assert not torch.equal(expected, dense)
 
 
+def test_a_checkpoint_that_is_passed_on_tells_no_path_of_the_machine_it_was_made_on(tmp_path: Path) -> None:
+    method = varied_method(make_sd3())
+    shiva.ShivaCheckpoint.of(method, base_model=str(tmp_path / "my-model")).save_pretrained(tmp_path / "made")
+    written = [path.read_text() for path in (tmp_path / "made").iterdir() if path.suffix in (".json", ".md")]
+    assert any("my-model" in text for text in written)
+    assert not any(str(tmp_path) in text for text in written)
+
+
 def test_everything_survives_the_files(tmp_path: Path) -> None:
     method = varied_method(make_sd3(), sharing="groups-3", signals=("time",), bottleneck=16)
     shiva.ShivaCheckpoint.of(method, base_model="some/model", budget=0.6).save_pretrained(tmp_path)

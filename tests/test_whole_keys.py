@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor
 
 import shiva
@@ -93,7 +94,8 @@ def test_keys_are_counted_as_memory_and_may_be_smaller() -> None:
     assert updates * 3 == whole == half * 2 == one * 3, "an update, a key and a value for each of three layers"
 
 
-def test_attention_keeps_its_processors_and_their_backend() -> None:
+def test_attention_keeps_its_processors_and_their_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", _AttentionBackendRegistry._active_backend)
     model: Any = BACKBONES["flux"].make()
     before = [block.attn.processor for block in model.transformer_blocks]
     with shiva.attach(model, SWEEP):

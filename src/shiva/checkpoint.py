@@ -153,7 +153,9 @@ class ShivaCheckpoint(
         adapter_config: Mapping[str, Any] | None = None,
         adapter_weights: Mapping[str, Tensor] | None = None,
     ) -> ShivaCheckpoint:
-        """The checkpoint of a method as it is now."""
+        """The checkpoint of a method as it is now; of a model's folder on this machine it tells the name alone."""
+        if base_model is not None and Path(base_model).is_absolute():
+            base_model = Path(base_model).name
         weights = {name: t.detach().cpu().contiguous() for name, t in method.state_dict().items()}
         return cls(
             method.config,

@@ -24,6 +24,7 @@ from shiva.backbones.base import bind, parameter_names
 from shiva.bench.entries import Timing, interleave
 from shiva.bench.table import environment
 from shiva.checkpoint import write_atomically
+from shiva.compat import native_attention
 from shiva.core.cost import Flops, counting, total
 from shiva.evaluate.candidates import Candidate, slug
 from shiva.evaluate.images import Run
@@ -117,7 +118,7 @@ def spend(run: Run, name: str) -> Spent:
     """One prompt under a candidate, counted and weighed as it runs, whoever stands around the transformer."""
     pipe, steps = run.pipe(), run.steps(run.candidates[name])
     calls: list[Flops] = []
-    with run.attached(name), counting() as so_far, Weighed() as memory:
+    with run.attached(name), native_attention(pipe.transformer), counting() as so_far, Weighed() as memory:
         before = pipe.transformer.register_forward_pre_hook(lambda *call: calls.append(so_far().scaled(-1)))
         after = pipe.transformer.register_forward_hook(lambda *call: calls.append(so_far()))
         try:
