@@ -44,7 +44,6 @@ from shiva.bench.entries import (
     count_step,
     learned_shape,
     shiva_entry,
-    sweep_entry,
     typical_row,
 )
 from shiva.bench.shapes import Shape, shape
@@ -86,7 +85,7 @@ def test_the_learned_tables_shape_is_structure_first_and_detail_later() -> None:
 @pytest.mark.slow
 def test_a_step_holds_shiva_against_every_baseline(small: Any, tmp_path: Path) -> None:
     chosen = small(layers=12)
-    entries = {"shiva 0.6": shiva_entry(0.6), "sweep 0.6": sweep_entry(0.6), **baseline_entries(12)}
+    entries = {"shiva 0.6": shiva_entry(0.6), "sweep 0.6": Entry(shiva.Sweep(budget=0.6)), **baseline_entries(12)}
     results, skipped = measure_step(chosen, entries, rounds=1, warmup=0)
     assert not skipped
     assert [row.name for row in results] == ["dense", *entries]

@@ -53,7 +53,8 @@ def claims_of(rows: dict[str, dict[str, Stats]], seen: str) -> tuple[Claim, ...]
     last = rows[ours[-1]]["mean keep"]["values"]
 
     def shown(name: str) -> str:
-        return f"{off[name]['mean']:+.4f} ± {off[name]['std']:.4f}"
+        """With its sign; of a single seed there is no deviation to show."""
+        return f"{off[name]['mean']:+.4f}" + (f" ± {off[name]['std']:.4f}" if off[name]["count"] > 1 else "")
 
     return (
         Claim(

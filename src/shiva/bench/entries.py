@@ -19,7 +19,7 @@ from shiva.backbones import backbone_of
 from shiva.bench.shapes import Shape
 from shiva.core.cost import Flops, count, total
 from shiva.core.method import Method, MethodConfig
-from shiva.methods import Lattice, Shiva, ShivaMethod, Sweep
+from shiva.methods import Shiva, ShivaMethod
 from shiva.ops.networks import logit
 from shiva.ops.schedule import RatioSchedule
 from shiva.session import Session
@@ -81,11 +81,11 @@ DEPTH_SPAN = 1.0
 """Logits from the first reduced layer down to the last: the paper's table preserves shallow layers; our figure."""
 
 
-def learned_shape(layers: int, dense: tuple[int, ...] = (0,)) -> RatioSchedule:
+def learned_shape(layers: int) -> RatioSchedule:
     """A table of the learned one's shape: structure first (shallow layers), detail later (small timesteps)."""
     time = torch.tensor([logit(KEEP_AT_NOISE), logit(KEEP_AT_IMAGE)], dtype=torch.float64)[:, None]
     depth = torch.linspace(DEPTH_SPAN / 2, -DEPTH_SPAN / 2, layers, dtype=torch.float64)[None]
-    return RatioSchedule((1000.0, 0.0), time + depth, dense=frozenset(dense))
+    return RatioSchedule((1000.0, 0.0), time + depth, dense=frozenset({0}))
 
 
 def typical_row(schedule: RatioSchedule, budget: float, steps: int = 50) -> RatioSchedule:
@@ -119,16 +119,6 @@ def shiva_entry(budget: float, flat: bool = False, **options: Any) -> Entry:
         method.set_schedule(table)
 
     return Entry(Shiva(**options), set_table)
-
-
-def sweep_entry(budget: float) -> Entry:
-    """The moving band that attends to all tokens, at a flat ratio."""
-    return Entry(Sweep(budget=budget))
-
-
-def lattice_entry(budget: float) -> Entry:
-    """An even part of the grid with the shortcut's fill, at a flat ratio: unfitted, it computes all the same."""
-    return Entry(Lattice(budget=budget))
 
 
 def official_presets() -> dict[str, MethodConfig]:

@@ -89,15 +89,17 @@ def step(
     """One denoising step: dense against Shiva at several budgets, and the other methods."""
     from dataclasses import asdict
 
-    from shiva.bench.entries import Entry, lattice_entry, official_presets, sweep_entry
+    from shiva.bench.entries import Entry, official_presets
     from shiva.bench.step import measure_step, step_table
     from shiva.bench.table import publish
+    from shiva.methods import Lattice, Sweep
     from shiva.show.figures import draw_step
 
     folder, chosen = folder_of(output, record, "bench"), shape_of(model, layers, height, width, batch)
     entries = shiva_entries(budgets, flat)
-    entries |= {f"sweep {keep:g}": sweep_entry(keep) for keep in numbers("--sweeps", sweeps)}
-    entries |= {f"lattice {keep:g}": lattice_entry(keep) for keep in numbers("--lattices", lattices)}
+    entries |= {f"sweep {keep:g}": Entry(Sweep(budget=keep)) for keep in numbers("--sweeps", sweeps)}
+    # An unfitted Lattice computes all the same.
+    entries |= {f"lattice {keep:g}": Entry(Lattice(budget=keep)) for keep in numbers("--lattices", lattices)}
     papers = reproduce("bench.presets")
     if baselines and papers is not None:
         entries |= papers.baseline_entries(sum(chosen.layers))

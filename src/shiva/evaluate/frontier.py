@@ -212,11 +212,11 @@ def best(points: Sequence[Point], share: float) -> Point | None:
     return max(able, key=lambda point: point.to_dense, default=None)
 
 
-def advice(points: Sequence[Point], shares: Sequence[float] = SHARES) -> list[str]:
+def advice(points: Sequence[Point]) -> list[str]:
     """For each share: what to use, and how far the best of the other side is behind."""
     told = []
     what = "FLOPs" if any(point.time is None for point in points) else "time"
-    for share in shares:
+    for share in SHARES:
         found = best(points, share)
         if found is None:
             told.append(f"for {share:.0%} of the {what} nothing here is fast enough; add fewer steps or lower budgets")

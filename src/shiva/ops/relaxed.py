@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -64,7 +64,6 @@ def neuralsort_topk(scores: Tensor, k: int, tau: float) -> Tensor:
 # Both are differentiated implicitly at the fixed point, dL/dz = w (g - sum(w g) / sum w): O(N) memory, no unrolling.
 
 Solver = Literal["sinkhorn", "closed_form"]
-SOLVERS = ("sinkhorn", "closed_form")
 BISECTIONS = 80
 LOGARITHMIC_BELOW = 0.01
 """The epsilon from which on Sinkhorn leaves logarithms, as released."""
@@ -83,7 +82,7 @@ def soft_topk(
     `scale` (B, 1) is the largest cost, by which costs are divided; it has no gradient. Centring the scores
     first makes it, and so the mask, blind to a shift of the scores; the release takes them raw.
     """
-    choice("solver", solver, SOLVERS)
+    choice("solver", solver, get_args(Solver))
     s = scores.to(torch.promote_types(scores.dtype, torch.float32))
     s = s - s.mean(dim=-1, keepdim=True).detach()
     if scale is None:

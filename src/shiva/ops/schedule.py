@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -144,8 +144,7 @@ class RatioSchedule:
         """What remains of the dense FLOPs with every reduced layer empty."""
         return replace(self, bias=-LARGEST_LOGIT - float(self.logits.max())).flops_share(cost)
 
-    def _solve(self, measure: object, target: float) -> RatioSchedule:
-        assert callable(measure)
+    def _solve(self, measure: Callable[[RatioSchedule], float], target: float) -> RatioSchedule:
         low = -LARGEST_LOGIT - float(self.logits.max())
         high = LARGEST_LOGIT - float(self.logits.min())
         if target >= 1.0:
