@@ -144,7 +144,6 @@ class SDTMStep:
     protected: bool = False
     merged: int = 0
     """Windows or tokens that this step merges."""
-    cells: Windows | None = None
     pick: Tensor | None = None  # (L, C)
     metrics: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """What a block's tokens are compared by, of a layer and a guidance branch."""
@@ -171,14 +170,13 @@ class SDTMMethod(Method):
         if now.merged:
             generator = seeded(config.seed, ctx.step) if config.random else None
             cells = ctx.layout.windows()
-            now.cells = Windows(*map(ctx.here, cells))
             now.pick = ctx.here(draw(cells, self.spec.layers, generator))
             now.merged = min(now.merged, cells.members.shape[0] * (1 if structure else 3))
 
     def matching(self, metric: Tensor, layer: int, ctx: StepContext) -> Matching:
         """Match the block's tokens and count how long each has been merged; all blocks share the counter."""
         device, now = metric.device, ctx.now
-        cells = Windows(*(part.to(device) for part in now.cells))
+        cells = ctx.layout.windows(device=device)
         counter: Tensor | None = ctx.run.merged.get(ctx.branch)
         if counter is None or counter.shape != metric.shape[:2]:
             counter = torch.zeros(metric.shape[:2], device=device)
