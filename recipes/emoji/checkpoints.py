@@ -60,8 +60,6 @@ RUNS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     "sparsedit": ("recipes/baselines/sparsedit.yaml", {"start": "models/sparsedit"}, {"all.steps": 600}),
 }
 """Recipe, changes to it, and changes to its stages: 600 steps of 8 images for each."""
-POLICIES = ("policy", "ratio_logits", "rho")
-"""What methods call their ratios in a checkpoint."""
 
 
 def start_of(name: str, runs: Path) -> dict[str, str]:
@@ -70,7 +68,9 @@ def start_of(name: str, runs: Path) -> dict[str, str]:
     if source is None:
         return {}
     found = ShivaCheckpoint.from_pretrained(str(source))
-    weights = {key: weight for key, weight in found.weights.items() if key.partition(".")[0] not in POLICIES}
+    method = found.method()
+    ratios = {id(weight) for weight in method.groups().get("policy", [])}
+    weights = {key: weight.detach() for key, weight in method.named_parameters() if id(weight) not in ratios}
     folder = runs / "starts" / name
     ShivaCheckpoint(found.method_config, weights, found.tables, found.origin).save_pretrained(folder)
     return {"start": str(folder)}
