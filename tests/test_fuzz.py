@@ -202,9 +202,7 @@ def try_schedule(rng: random.Random, folder: Path, names: list[str]) -> None:
 
 def try_state(rng: random.Random, folder: Path, names: list[str]) -> None:
     tensors = {"weight": torch.ones(3)}
-    state = State(
-        3, "joint", {"stages": []}, tensors, {"table": torch.ones(2)}, {"state": {}, "x": torch.ones(2)}, tensors
-    )
+    state = State(3, "joint", {"stages": []}, tensors, {"state": {}, "x": torch.ones(2)}, tensors)
     path = save_state(folder, state, keep=1)
     spoilt = rng.choice(sorted(path.iterdir()))
     names.append(path.name)

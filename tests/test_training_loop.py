@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, distributed
 
 import shiva
+from kills import contents, differences
 from shiva.core.method import BackboneSpec
 from shiva.training.draws import moment
 from shiva.training.feed import load_ahead
@@ -423,6 +424,20 @@ def test_a_run_killed_before_its_last_validation_makes_up_for_it(folder: Path, f
     again = [json.loads(line) for line in (output / "validation.jsonl").read_text().splitlines()]
     assert again[-1] == pytest.approx(json.loads(lines[-1]))
     assert len(again) == len(lines)
+
+
+def test_a_run_killed_after_a_validation_has_the_states_of_one_that_was_not(folder: Path, tmp_path: Path) -> None:
+    """Also right after it, when the newest state is from before it."""
+    often = {"checkpoints": {"every": 1, "keep": 9}, "validation": {"every": 2, "images": 0}}
+    steps = {"stages": {"warmup": {"steps": 1}, "policy": {"steps": 3}, "joint": {"steps": 0}}}
+    recipe = recipe_from(tiny_recipe(folder, **often, **steps))
+    Trainer(recipe, tmp_path / "whole").run()
+    killed = shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    shutil.rmtree(killed / "checkpoint")
+    for state in checkpoints(killed / "states")[2:]:
+        shutil.rmtree(state)
+    Trainer(recipe, killed).run()
+    assert differences(killed, contents(tmp_path / "whole")) == []
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def save_steps(run: Path, *steps: int, keep: int = 9) -> None:
     recipe = {"stages": [{"name": "all", "steps": 9, "trains": ["router", "adapter"]}]}
     weights = {"weight": torch.zeros(3)}
     for step in steps:
-        state = State(step, "all", recipe, weights, {}, {"state": {}, "step": step}, adapter=weights)
+        state = State(step, "all", recipe, weights, {"state": {}, "step": step}, adapter=weights)
         save_state(run / "states", state, keep)
 
 

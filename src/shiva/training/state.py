@@ -41,7 +41,6 @@ class State:
     recipe: dict[str, Any]
     method: dict[str, Tensor]
     """Weights and buffers, the budget's moving average among them."""
-    tables: dict[str, Tensor]
     optimizer: dict[str, Any]
     adapter: dict[str, Tensor] = field(default_factory=dict)
 
@@ -139,7 +138,7 @@ def save_state(root: Path, state: State, keep: int) -> Path:
     """Write a state's folder, and prune the others."""
     folder, buffer = state_folder(root, state.step), io.BytesIO()
     torch.save(state.optimizer, buffer)
-    tensors = {"method": state.method, "tables": state.tables, "adapter": state.adapter}
+    tensors = {"method": state.method, "adapter": state.adapter}
     files = {f"{name}.safetensors": save(part) for name, part in tensors.items() if part or name == "method"}
     files["optimizer.pt"] = buffer.getvalue()
     about = {"format": FORMAT, "step": state.step, "stage": state.stage, "recipe": state.recipe}
@@ -203,7 +202,7 @@ def load_state(folder: Path) -> State:
                 f"{folder} to continue from the state before, or pass --fresh to begin again"
             )
     try:
-        parts = {n: folder / f"{n}.safetensors" for n in ("method", "tables", "adapter")}
+        parts = {n: folder / f"{n}.safetensors" for n in ("method", "adapter")}
         tensors = {name: read_tensors(path) if path.exists() else {} for name, path in parts.items()}
         optimizer = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
     except Exception as error:  # torch's unpickler raises what it likes for bytes that are none of its own

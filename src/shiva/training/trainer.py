@@ -127,7 +127,6 @@ class Trainer:
         if self.main:
             states.prune(folder, self.recipe.checkpoints.keep)
         self.method.load_state_dict(state.method)
-        self.method.load_tables(state.tables)
         self.adapter.load(state.adapter)
         optimizer, scaler = dict(state.optimizer), self.accelerator.scaler
         scale = optimizer.pop("scaler", None)
@@ -267,7 +266,7 @@ class Trainer:
             scaler = self.accelerator.scaler
             scale = {} if scaler is None else {"scaler": scaler.state_dict()}
             optimizer = {**self.optimizer.state_dict(), **scale}
-            learned = (method, self.method.tables(), optimizer, self.adapter.weights())
+            learned = (method, optimizer, self.adapter.weights())
             state = State(self.step, now.stage.name, self.recipe.to_dict(), *learned)
             states.save_state(self.output / "states", state, self.recipe.checkpoints.keep)
         self.accelerator.wait_for_everyone()
