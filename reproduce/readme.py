@@ -19,7 +19,7 @@ EVALUATION = ROOT / "results" / "eval" / "emoji-128-turbo-16" / "tables" / "floo
 LARGE = ROOT / "results" / "eval" / "emoji-128-32" / "tables" / "main.json"
 FRONTIER = ROOT / "results" / "frontier" / "emoji-128-16" / "frontier.json"
 COMMAND = (
-    "shiva eval models/emoji-128-turbo --methods recipes/eval/emoji-turbo.yaml --protocol floor --limit 16 "
+    "shiva eval models/emoji-128-turbo --methods recipes/eval/emoji-128-turbo.yaml --protocol floor --limit 16 "
     "--seeds 0,1,2 --rounds 9 --record"
 )
 SHORT = (

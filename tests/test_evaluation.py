@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import inspect
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -226,9 +229,25 @@ def test_what_is_damaged_in_the_folder_is_measured_again_or_named(evaluation: Ev
     for damaged in ("{", "{}", "[]"):
         (run.folder / "scores" / "tomesd" / "0.json").write_text(damaged)
         assert evaluation.scores(run, "ToMeSD", 0) == before
-    (run.folder / "run.json").write_text("{")
-    with pytest.raises(OtherImages, match=r"run.json is damaged .*; delete .*, or pass another --output"):
-        run.claim(["dense"])
+    for damaged in ("{", "[]", '{"settings": {}}', '{"settings": {}, "candidates": {}, "prompts": ["a"]}'):
+        (run.folder / "run.json").write_text(damaged)
+        with pytest.raises(OtherImages, match=r"run.json is damaged .*; delete .*, or pass another --output"):
+            run.claim(["dense"])
+
+
+def test_a_folder_without_images_and_tables_is_free_for_other_settings(evaluation: Evaluation) -> None:
+    run = evaluation.run()
+    evaluation.complete(run, ["dense"], [0])
+    other = copy.copy(run)
+    other.settings = dataclasses.replace(run.settings, steps=3)
+    with pytest.raises(OtherImages, match="steps"):
+        other.claim(["dense"])
+    shutil.rmtree(run.folder / "images")
+    assert other.claim(["dense"]) == ["dense"]
+    (run.folder / "tables").mkdir()
+    (run.folder / "tables" / "main.json").write_text("{}")
+    with pytest.raises(OtherImages, match="steps"):
+        other.claim(["dense"])
 
 
 def test_the_folder_knows_who_failed_while_running(evaluation: Evaluation) -> None:
@@ -542,7 +561,7 @@ def test_the_embedded_file_of_candidates_is_whole() -> None:
         assert found.candidates[name].config()["method"] == name
     assert found.candidates["Shiva 90"].checkpoint == "models/shiva/80"
     assert all(entry.train for entry in found.candidates.values() if entry.checkpoint)
-    turbo = read_candidates(str(REPOSITORY / "recipes" / "eval" / "emoji-turbo.yaml"))
+    turbo = read_candidates(str(REPOSITORY / "recipes" / "eval" / "emoji-128-turbo.yaml"))
     assert {name for name, entry in turbo.candidates.items() if entry.only_steps} == {"3 steps", "2 steps"}
     many = read_candidates(str(REPOSITORY / "recipes" / "eval" / "emoji-128.yaml"))
     assert set(many.tables) == set(PROTOCOLS) - {"matched"}

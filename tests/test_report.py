@@ -169,7 +169,9 @@ def test_a_report_holds_tables_claims_figures_and_images(tmp_path: Path) -> None
     assert 'class="number paper">paper: FID ↓' in page
     assert 'class="number">GFLOPs, paper&#x27;s count' in page
     assert "Its images are not here" in page  # those of results/ are not in git
-    assert "--methods recipes/eval/emoji.yaml --limit 64" in page
+    protocols = ("main", "points", "transfer", "categories", "ratio", "int8", "matched")
+    how = f"{' '.join(f'--protocol {name}' for name in protocols)} --steps 16 --guidance 3 --limit 64 --seeds 0"
+    assert f"shiva eval models/emoji --methods recipes/eval/emoji.yaml {how}" in page
     assert "softrank_speed.json" in page
     assert "no weights" in page
     assert "stratified timesteps have a lower variance" in page

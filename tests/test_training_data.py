@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import io
 import json
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 from shiva.checkpoint import write_atomically
@@ -157,6 +159,39 @@ def test_a_source_that_cannot_be_read_is_named(kind: Any, name: str, content: by
     path = tmp_path if kind == "imagefolder" else tmp_path / name
     with pytest.raises(ValueError, match=rf"data.path='{path}' does not read as .*{kind} \(.+\); (mend|give)"):
         read_examples(Data(kind=kind, path=str(path)))
+
+
+def test_a_data_set_of_several_configurations(tmp_path: Path) -> None:
+    make_parquet(tmp_path)
+    (tmp_path / "other").mkdir()
+    make_parquet(tmp_path / "other", captions=["a boat"] * 6)
+    configs = [
+        {"config_name": name, "data_files": f"{at}*.parquet"} for name, at in (("first", ""), ("second", "other/"))
+    ]
+    (tmp_path / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
+    examples = read_examples(Data(kind="hub", path=str(tmp_path), config="second", caption="label"))
+    assert [example.caption for example in examples] == ["a boat"] * 6
+    with pytest.raises(ValueError, match=r"does not read as data.kind=hub .*second"):
+        read_examples(Data(kind="hub", path=str(tmp_path), caption="label"))
+    with pytest.raises(ValueError, match="has no configurations"):
+        Data(path=str(tmp_path), config="second").check()
+
+
+def test_a_stream_that_breaks_off_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"none")
+    with pytest.raises(ValueError, match=rf"data.path='{path}' does not read as data.kind=parquet .*mend its files"):
+        list(stream_examples(Data(path=str(path), streaming=True), 0, 0))
+    whole = make_webdataset(tmp_path)
+    last = tmp_path / "1.tar"
+    last.write_bytes(last.read_bytes()[:700])
+    with pytest.raises(ValueError, match=r"data.path=.* does not read as data.kind=webdataset .*mend its files"):
+        list(stream_examples(Data(kind="webdataset", path=whole, streaming=True), 0, 0))
+
+
+def test_a_date_to_look_for_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="data.where.day is a date; give a text, a number or null"):
+        Data(path="a.parquet", where={"day": datetime.date(2026, 1, 1)}).check()
 
 
 def test_pictures_without_captions_are_told_where_those_belong(tmp_path: Path) -> None:

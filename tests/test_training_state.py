@@ -28,6 +28,7 @@ from shiva.training.process import make_accelerator, sum_gradients
 from shiva.training.start import Start
 from shiva.training.state import (
     State,
+    check_recipe,
     checkpoints,
     clean,
     load_state,
@@ -65,6 +66,16 @@ def test_a_state_without_its_adapter_is_refused(tmp_path: Path, noted: bool) -> 
     (folder / "adapter.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"step-00000004/adapter.safetensors is missing.*put it back"):
         newest_state(tmp_path, print)
+
+
+def test_another_recipe_is_refused_by_the_names_of_its_stages(tmp_path: Path) -> None:
+    stages = [{"name": "warmup", "steps": 2}, {"name": "joint", "steps": 4}]
+    for other, named in (
+        ([stages[0], {"name": "joint", "steps": 5}], "stages.joint.steps=4, the recipe now has 5"),
+        (stages[::-1], r"stages=\['warmup', 'joint'\], the recipe now has \['joint', 'warmup'\]"),
+    ):
+        with pytest.raises(ValueError, match=f"was trained with {named}; restore it"):
+            check_recipe(tmp_path, {"stages": stages}, {"stages": other})
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "method.safetensors", "adapter.safetensors"])

@@ -19,7 +19,7 @@ from typing import Any
 
 from shiva.bench.table import environment
 from shiva.checkpoint import write_atomically, write_image
-from shiva.core.options import REFUSALS
+from shiva.core.options import REFUSALS, fitted
 from shiva.evaluate.candidates import Candidate, slug
 from shiva.evaluate.drawing import Workers, accepted, draw, of_images
 from shiva.evaluate.metrics import Pictures, decode
@@ -126,11 +126,19 @@ class Run:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What the folder knows of its images; empty before the first."""
+        """What the folder knows of its images and tables; empty before the first."""
         path = self.folder / "run.json"
+        holds = (found for made in ("images/*/*/*.png", "tables/*.json") for found in self.folder.glob(made))
+        if not path.is_file() or next(holds, None) is None:
+            return {}
         try:
-            return json.loads(path.read_bytes()) if path.is_file() else {}
-        except ValueError as error:
+            known = json.loads(path.read_bytes())
+            fitted(
+                dict[str, dict[str, Any]], {name: known[name] for name in ("settings", "candidates")}, "what it holds"
+            )
+            fitted(list[dict[str, Any]], known["prompts"], "prompts")
+            return known
+        except (ValueError, LookupError, TypeError) as error:
             raise OtherImages(
                 f"{path} is damaged ({error}); delete {self.folder}, or pass another --output"
             ) from error

@@ -246,13 +246,15 @@ def opened(file: Path, folder: Path) -> Any:
 def command(folder: Path, run: Mapping[str, Any]) -> str:
     """What makes an evaluation's images."""
     settings, seeds = run["settings"], ",".join(map(str, run["seeds"]))
-    model, how = settings["model"], f"--limit {len(run['prompts'])} --seeds {seeds} --output {folder}"
+    how = f"--limit {len(run['prompts'])} --seeds {seeds} --output {folder}"
+    how = f"--steps {settings['steps']} --guidance {settings['guidance']:g} {how}"
     if (folder / "frontier.json").is_file():
-        steps = f"--steps {settings['steps']} --guidance {settings['guidance']:g}"
-        return f"shiva frontier {model} --prompts FILE {steps} {how}"
-    recipe = Path("recipes/eval") / f"{Path(model).name}.yaml"
-    methods = recipe if recipe.is_file() else "FILE"
-    return f"shiva eval {model} --methods {methods} {how}"
+        return f"shiva frontier {settings['model']} --prompts FILE {how}"
+    recipe = Path("recipes/eval") / f"{Path(settings['model']).name}.yaml"
+    methods = f"--methods {recipe}" if recipe.is_file() else "--methods FILE --prompts FILE"
+    stems = {path.stem.partition("-")[0] for path in (folder / "tables").glob("*.json")}
+    asked = "".join(f" --protocol {name}" for name in protocols() if name in stems)
+    return f"shiva eval {settings['model']} {methods}{asked} {how}"
 
 
 # -- quality against cost --------------------------------------------------------------------------------

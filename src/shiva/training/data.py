@@ -112,7 +112,7 @@ def open_table(data: Data) -> Any:
     datasets = need("datasets", "train")
     source, where = str(data.kind), dict[str, Any](split="train")
     if data.kind == "hub":
-        source, where = data.path, {"split": data.split}
+        source, where = data.path, {"split": data.split, "name": data.config}
     elif data.kind == "imagefolder":
         if not Path(data.path).is_dir():
             raise FileNotFoundError(
@@ -125,8 +125,15 @@ def open_table(data: Data) -> Any:
         if not files:
             raise FileNotFoundError(f"data.path={data.path!r} holds no {suffix} file")
         where["data_files"] = {"train": files}
-    try:
+    with readable(data):
         return datasets.load_dataset(source, **where, streaming=data.streaming)
+
+
+@contextlib.contextmanager
+def readable(data: Data) -> Iterator[None]:
+    """What cannot be read is told by the options that name it."""
+    try:
+        yield
     except Exception as error:  # datasets raises what it likes, and hides a full disk behind an error of its own
         cause = error.__cause__ or error
         if isinstance(cause, OSError) and cause.errno:
@@ -176,7 +183,10 @@ def read_examples(data: Data) -> Sequence[Example]:
 def stream_examples(data: Data, seed: int, epoch: int) -> Iterator[Example]:
     """One epoch of a stream, shuffled within a buffer; the order is a function of (seed, epoch)."""
     table = open_table(data)
-    names = table.column_names or list(next(iter(table)))
+    with readable(data):
+        names = table.column_names or list(next(iter(table), ()))
+    if not names:
+        raise ValueError(f"data.path={data.path!r} has no rows")
     image, caption = columns_of(data, names)
     table = table.cast_column(image, need("datasets", "train").Image(decode=False))
     table = table.filter(lambda row: all(row.get(column) == value for column, value in data.where.items()))
@@ -184,7 +194,12 @@ def stream_examples(data: Data, seed: int, epoch: int) -> Iterator[Example]:
         table = table.take(data.limit)
     table = table.shuffle(seed=seed, buffer_size=data.shuffle_buffer)
     table.set_epoch(epoch)
-    for row in table:
+    rows = iter(table)
+    while True:
+        with readable(data):
+            row = next(rows, None)
+        if row is None:
+            return
         yield Example(caption_of(row[caption]), row[image])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, Literal
 
 from shiva.core.options import Count, NotNegative, Positive, Ratio, Share, Whole
@@ -55,6 +56,8 @@ class Data:
     """File, glob or folder; for `hub` the data set's id."""
     split: str = "train"
     """Split of a hub data set."""
+    config: str | None = None
+    """Configuration of a hub data set, where it has several."""
     image: str = "image"
     """Column of the image."""
     caption: str = "caption"
@@ -94,6 +97,11 @@ class Data:
             )
         if self.where and self.kind not in STREAMED:
             raise ValueError(f"data.kind={self.kind!r} has no columns that data.where could name; leave it out")
+        for column, value in self.where.items():
+            if not isinstance(value, (str, int, float, NoneType)):
+                raise ValueError(f"data.where.{column} is a {type(value).__name__}; give a text, a number or null")
+        if self.config is not None and self.kind != "hub":
+            raise ValueError(f"data.kind={self.kind!r} has no configurations; leave data.config out")
         if self.limit and self.kind == "latents":
             raise ValueError(f"data.limit={self.limit}, and data.kind='latents' reads them all; leave it out")
 

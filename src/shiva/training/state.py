@@ -223,14 +223,18 @@ def files_of(about: About) -> list[str]:
 
 
 def flatten(values: Any, path: str = "") -> dict[str, Any]:
-    """Leaves of nested mappings and lists by dotted path, tuples and lists alike."""
-    if isinstance(values, dict):
-        pairs = [(str(key), value) for key, value in values.items()]
-    elif isinstance(values, (list, tuple)):
-        pairs = [(str(index), value) for index, value in enumerate(values)]
-    else:
+    """Leaves of nested mappings and lists by dotted path, tuples and lists alike; what has a name goes by it."""
+    order = {}
+    if isinstance(values, (list, tuple)):
+        if values and all(isinstance(value, dict) and "name" in value for value in values):
+            names = [value["name"] for value in values]
+            order, values = {path: names}, dict(zip(names, values, strict=True))
+        else:
+            values = dict(enumerate(values))
+    if not isinstance(values, dict):
         return {path: values}
-    return {k: v for key, value in pairs for k, v in flatten(value, f"{path}.{key}".lstrip(".")).items()}
+    inside = (flatten(value, f"{path}.{key}".lstrip(".")) for key, value in values.items())
+    return order | {key: leaf for leaves in inside for key, leaf in leaves.items()}
 
 
 def check_recipe(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
