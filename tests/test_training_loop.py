@@ -462,7 +462,7 @@ def test_sigterm_saves_and_says_how_to_continue(folder: Path, tmp_path: Path) ->
     state = load_state(checkpoints(tmp_path / "states")[-1])
     assert state.step >= 8
     assert state.stage == "joint"
-    with pytest.raises(ValueError, match=r"stages.2.steps=500, the recipe now has 3.*--fresh"):
+    with pytest.raises(ValueError, match=r"stages.joint.steps=500, the recipe now has 3.*--fresh"):
         Trainer(recipe_from(tiny_recipe(folder)), tmp_path).run()
 
 
