@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
+import forked
 import shiva
 from pipelines import PIPELINES, dit
 from reproduce.bench import figures
@@ -449,8 +449,7 @@ def test_tables_are_written_into_their_places_only(tmp_path: Path) -> None:
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shiva", "bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    return forked.run("bench", *arguments)
 
 
 def test_the_command_writes_a_file_and_a_figure(tmp_path: Path) -> None:

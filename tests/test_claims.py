@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+import forked
 import shiva
 from reproduce.claims import (
     FROM_TABLES,
@@ -240,8 +239,7 @@ def test_trained_block_is_judged_by_mean_and_error(agreement: float, paths: floa
 
 
 def test_command_prints_verdicts_and_writes_json(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "shiva", "validate", "--only", "jacobian", "--output", str(tmp_path)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    done = forked.run("validate", "--only", "jacobian", "--output", tmp_path, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
     assert "2 reproduced" in done.stdout
     record = json.loads((tmp_path / "jacobian.json").read_text())

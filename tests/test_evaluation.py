@@ -7,11 +7,8 @@ import dataclasses
 import functools
 import inspect
 import json
-import os
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +22,7 @@ from diffusers import SD3Transformer2DModel
 from PIL import Image
 from typer.testing import CliRunner
 
+import forked
 import shiva
 from pipelines import call_sd3, dit, sd3
 from reproduce.protocols import PROTOCOLS, leading_first
@@ -689,7 +687,7 @@ def generate_default(name: str) -> Any:
 # -- killed, and in several processes -------------------------------------------------------
 
 
-def command(output: Path, prompts: Path, **environment: str) -> subprocess.Popen[str]:
+def command(output: Path, prompts: Path, **environment: str) -> forked.Process:
     arguments = ["eval", REPOSITORY / "models" / "emoji", "--methods", prompts.with_suffix(".yaml")]
     arguments += [
         "--prompts",
@@ -704,13 +702,7 @@ def command(output: Path, prompts: Path, **environment: str) -> subprocess.Popen
         "psnr,mse",
         "--no-rivals",
     ]
-    return subprocess.Popen(
-        [sys.executable, "-m", "shiva", *map(str, arguments)],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return forked.Process(*arguments, **environment)
 
 
 @pytest.fixture
@@ -724,7 +716,7 @@ def small(tmp_path: Path) -> Path:
     return prompts
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_for(condition: Callable[[], bool], process: forked.Process) -> None:
     while not condition() and process.poll() is None:
         time.sleep(0.02)
 
@@ -738,23 +730,21 @@ def test_killed_and_resumed_gives_the_images_of_two_processes_in_one_go(tmp_path
         port = str(free.getsockname()[1])
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [command(tmp_path / "two", small, RANK=str(r), LOCAL_RANK=str(r), **common) for r in range(2)]
-    texts = [rank.communicate(timeout=800)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], texts
+    first, second = (rank.wait(timeout=800) for rank in ranks)
+    assert first.returncode == second.returncode == 0, (first, second)
     whole = images(tmp_path / "two")
     assert len(whole) == 8
-    assert "MSE to dense" in texts[0]
-    assert "MSE to dense" not in texts[1]
+    assert "MSE to dense" in first.stdout
+    assert "MSE to dense" not in second.stdout
 
     killed = tmp_path / "killed"
     process = command(killed, small)
     wait_for(lambda: len(images(killed)) >= 2, process)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
     before = {path: path.stat().st_mtime_ns for path in killed.glob("images/*/*/*.png")}
     assert 2 <= len(before) < len(whole)
-    resumed = command(killed, small)
-    text, _ = resumed.communicate(timeout=800)
-    assert resumed.returncode == 0, text
+    resumed = command(killed, small).wait(timeout=800)
+    assert resumed.returncode == 0, resumed
     assert images(killed) == whole
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in before.items())
     assert (killed / "tables" / "main.json").is_file()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import forked
 import shiva
 from pipelines import dit
 from shiva.cli import app
@@ -143,6 +142,6 @@ def test_the_command_writes_what_generate_takes(tmp_path: Path) -> None:
 
 
 def shiva_command(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "shiva", *arguments], capture_output=True, text=True, timeout=280)
+    done = forked.run(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +19,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor, distributed
 
+import forked
 import shiva
 from kills import contents, differences
 from shiva.core.method import BackboneSpec
@@ -356,13 +355,11 @@ def test_micro_batches_that_roll_out_and_others_have_the_same_losses(folder: Pat
 # -- whole runs --------------------------------------------------------------------------------------
 
 
-def command(folder: Path, output: Path, *extra: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, "-m", "shiva", "train", str(folder / "recipe.yaml"), "--output", str(output), *extra]
-    return subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, text=True)
+def command(folder: Path, output: Path, *extra: str) -> forked.Process:
+    return forked.Process("train", folder / "recipe.yaml", "--output", output, *extra)
 
 
-def wait_for_step(process: subprocess.Popen[str], output: Path, step: int) -> None:
+def wait_for_step(process: forked.Process, output: Path, step: int) -> None:
     """Until the run has logged so many steps."""
     deadline = time.monotonic() + 200
     path = output / "metrics.jsonl"
@@ -370,7 +367,7 @@ def wait_for_step(process: subprocess.Popen[str], output: Path, step: int) -> No
         if path.exists() and len(path.read_text().splitlines()) >= step:
             return
         time.sleep(0.02)
-    raise AssertionError(f"no step {step}: {process.communicate()[1]}")
+    raise AssertionError(f"no step {step}: {process.wait().stderr}")
 
 
 def final_weights(output: Path) -> dict[str, Tensor]:
@@ -381,9 +378,8 @@ def final_weights(output: Path) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def finished(folder: Path) -> Path:
     """An uninterrupted run of the command."""
-    process = command(folder, folder / "whole")
-    errors = process.communicate(timeout=280)[1]
-    assert process.returncode == 0, errors
+    done = command(folder, folder / "whole").wait()
+    assert done.returncode == 0, done.stderr
     return folder / "whole"
 
 
@@ -443,9 +439,7 @@ def test_a_run_killed_after_a_validation_has_the_states_of_one_that_was_not(fold
 @pytest.mark.slow
 def test_killed_at_any_moment_and_inside_writes_it_ends_as_if_it_had_not_been() -> None:
     """Weights, records, validation, pictures, states: the same files with the same bytes; more with `--kills 50`."""
-    environment = {**os.environ, "PYTHONPATH": f"{SOURCE}:{HERE}", "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, str(HERE / "kills.py"), "--kills", "6"]
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=280)
+    done = forked.run("--kills", "6", file=HERE / "kills.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6 kills over" in done.stdout
 
@@ -455,10 +449,10 @@ def test_sigterm_saves_and_says_how_to_continue(folder: Path, tmp_path: Path) ->
     process = command(folder, tmp_path, "--set", "stages.joint.steps=500", "--set", "checkpoints.every=1000")
     wait_for_step(process, tmp_path, 8)
     process.terminate()
-    errors = process.communicate(timeout=120)[1]
-    assert process.returncode == 143
-    assert "stopped by SIGTERM after step" in errors
-    assert "the same command continues it" in errors
+    done = process.wait(timeout=120)
+    assert done.returncode == 143
+    assert "stopped by SIGTERM after step" in done.stderr
+    assert "the same command continues it" in done.stderr
     state = load_state(checkpoints(tmp_path / "states")[-1])
     assert state.step >= 8
     assert state.stage == "joint"
@@ -495,15 +489,14 @@ FSDP = {
 }
 
 
-def start_ranks(recipe: Path, output: Path, environment: dict[str, str], *extra: str) -> list[subprocess.Popen[str]]:
+def start_ranks(recipe: Path, output: Path, environment: dict[str, str], *extra: str) -> list[forked.Process]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = {**os.environ, "PYTHONPATH": f"{SOURCE}:{HERE}", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    common |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
-    arguments = [sys.executable, str(HERE / "training_rank.py"), str(recipe), str(output), *extra]
-    environments = [{**common, **environment, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
-    return [subprocess.Popen(arguments, env=e, stderr=subprocess.PIPE, text=True) for e in environments]
+    common = {"ACCELERATE_USE_CPU": "true", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **environment}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    start = partial(forked.Process, recipe, output, *extra, file=HERE / "training_rank.py", **common)
+    return [start(RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
 
 
 @pytest.fixture(scope="module")
@@ -525,8 +518,8 @@ def test_two_ranks_agree_with_one_process(kind: str, folder: Path, alone: Path, 
     sharded = kind == "fsdp"
     for pause in (["11"], []) if sharded else ([],):
         for rank in start_ranks(folder / "twenty.yaml", tmp_path, FSDP if sharded else {}, *pause):
-            errors = rank.communicate(timeout=140)[1]
-            assert rank.returncode == 0, errors
+            done = rank.wait(timeout=140)
+            assert done.returncode == 0, done.stderr
     one, *two = (
         json.loads((run / f"seen-{rank}.json").read_text()) for run, rank in ((alone, 0), (tmp_path, 0), (tmp_path, 1))
     )
