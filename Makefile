@@ -37,7 +37,7 @@ wheels: setup
 	$(BIN)/python -m build --no-isolation --outdir dist --wheel packages/models
 
 unit: setup browser
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations=10
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/rehearsal.py
 
 setup: $(VENV)/.installed

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from datasets.packaged_modules.parquet.parquet import Parquet
 from PIL import Image
 
 from shiva.checkpoint import write_atomically
@@ -34,6 +35,12 @@ from training_tiny import CAPTIONS, make_folder, picture, save_folder, tiny_reci
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("training"))
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five seconds after every parquet stream, for the sake of a process that ends with it."""
+    monkeypatch.setattr(Parquet, "SLEEP_ON_THREADS_SHUTDOWNS", False)
 
 
 @pytest.fixture
