@@ -35,7 +35,7 @@ from recipes.emoji.flow import (
 )
 from recipes.emoji.optim import Optimizers, orthogonalize
 from recipes.emoji.placeholder import load_without_t5
-from recipes.emoji.score import generate, score_images
+from recipes.emoji.score import beside_the_true, generate, score_images
 from recipes.emoji.sitting import Clock, add_arguments, load_state, rate_factor, save_state, sit, update_ema
 from recipes.emoji.towers import make_text_tower
 from recipes.emoji.vision import distort, make_vision_tower
@@ -376,6 +376,15 @@ def test_scores_of_generated_images(folder: Path) -> None:
     assert 0 <= result["top1"] <= result["top5"] <= 1
 
 
+def test_a_grid_has_what_was_drawn_below_the_true_pictures() -> None:
+    true = torch.arange(64.0)[:, None, None, None]
+    columns = beside_the_true(true, -true).reshape(4, 16)
+    assert torch.equal(columns[0], -columns[1])
+    assert torch.equal(columns[2], -columns[3])
+    assert columns[0, 0] == 0
+    assert columns[2, -1] == 63
+
+
 def test_psnr_of_a_known_error() -> None:
     assert psnr(torch.full((1, 3, 2, 2), 0.2), torch.zeros(1, 3, 2, 2)).item() == pytest.approx(20, abs=1e-4)
 
@@ -400,5 +409,6 @@ def test_card_shows_the_measured_figures() -> None:
     base = {**scores, "model": "emoji-128", "steps": 16}
     card = render(turbo, [base])
     assert "num_inference_steps=4, guidance_scale=0" in card
+    assert "results/emoji/train-128-turbo.png" in card
     assert "| emoji-128-turbo, 4 steps, guidance 0 | 50.0% | 75.0% | – |" in card
     assert "| emoji-128, 16 steps, guidance 3 | 50.0% | 75.0% | – |" in card

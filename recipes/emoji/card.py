@@ -34,6 +34,10 @@ pipe("hamburger"{call}).images[0]
 
 `docs/emoji.md` says what the parts are, how they were made and what the scores mean.{links}
 
+![Some training labels](../../results/emoji/{grid}.png)
+
+*Training labels, evenly spaced over the list: first the true pictures, below them what the model draws.*
+
 ## Data
 776 of 1 563 Fluent 3D emoji (Microsoft, MIT) with emojibase captions (MIT), 62 of them held out; see
 `recipes/emoji/data/`. Teachers used in training, not part of the model: EfficientNet-Lite0 and MiniLM-L6 (Apache-2.0).
@@ -66,15 +70,20 @@ class Kind:
 
     title: str
     origin: str
+    grid: str
+    """Name of its picture of training labels."""
     call: str = ""
 
 
 KINDS = {
-    "emoji": Kind("Shiva's embedded emoji model", "from nothing"),
-    "emoji-128": Kind("Shiva's embedded emoji model, 1024 tokens", "from `models/emoji`", ", guidance_scale=3"),
+    "emoji": Kind("Shiva's embedded emoji model", "from nothing", "train"),
+    "emoji-128": Kind(
+        "Shiva's embedded emoji model, 1024 tokens", "from `models/emoji`", "train-128", ", guidance_scale=3"
+    ),
     "emoji-128-turbo": Kind(
         "Shiva's embedded turbo: four steps, no guidance",
         "from `models/emoji-128` by distillation",
+        "train-128-turbo",
         ", num_inference_steps=4, guidance_scale=0",
     ),
 }
@@ -118,6 +127,7 @@ def render(scores: dict[str, Any], others: Sequence[dict[str, Any]] = (), labels
         title=kind.title,
         origin=kind.origin,
         call=kind.call,
+        grid=kind.grid,
         side=scores.get("size", [64])[0],
         links="" if model == "emoji" else LINKS,
         drawn=scores["train"]["images"],

@@ -29,6 +29,9 @@ from reproduce.metrics.text import SIDE, TextImageScore
 from shiva.bench.table import environment
 from shiva.evaluate.metrics import resized
 
+COLUMNS = 16
+"""Of a grid of images."""
+
 
 def pick_labels(data: EmojiData, split: str, count: int) -> Tensor:
     """`count` core rows of a split, evenly spaced over the list and so over the groups; all if count is 0."""
@@ -90,6 +93,12 @@ def autoencoder_psnr(pipe: StableDiffusion3Pipeline, images: Tensor, batch: int 
         rebuilt = pipe.vae.decode(pipe.vae.encode(chunk).latent_dist.mode()).sample
         values.append(psnr(rebuilt.clamp(-1, 1), chunk))
     return torch.cat(values).mean().item()
+
+
+def beside_the_true(true: Tensor, drawn: Tensor) -> Tensor:
+    """Rows of true images, below each the row drawn of the same labels: some of all (M, 3, S, S), evenly spaced."""
+    some = torch.linspace(0, len(true) - 1, 2 * COLUMNS).round().long().split(COLUMNS)
+    return torch.cat([images[row] for row in some for images in (true, drawn)])
 
 
 def plot_curve(curve: list[dict[str, Any]], path: Path) -> None:
@@ -157,9 +166,9 @@ def main() -> None:
         images = generate(pipe, prompts, options.steps, options.guidance, seed=options.seed)
         seconds = (time.monotonic() - start) / len(rows)
         result[split] = {**score_images(images, data, rows, score, features), "seconds_per_image": seconds}
-        shown = torch.cat([data.images[rows[:32]], ((images[:32] + 1) * 127.5).round().to(torch.uint8)])
         stem = Path(options.file).stem.replace("scores", split)
-        save_grid(shown, options.out / f"{stem}.png", columns=min(32, len(rows)))
+        drawn = ((images + 1) * 127.5).round().to(torch.uint8)
+        save_grid(beside_the_true(data.images[rows], drawn), options.out / f"{stem}.png", COLUMNS)
         print(split, json.dumps(result[split], indent=1), flush=True)
     write_json(options.out / options.file, result)
     curve_file = state_folder(options.state) / f"{options.name}-curve.json"

@@ -107,7 +107,8 @@ def chosen_rows(methods: str | None, every: bool, steps: int | None) -> tuple[Pa
     return base, found, left_out
 
 
-PROMPTS = ("pizza", "red apple", "birthday cake", "dog face", "a fox", "octopus", "sunflower", "cactus")
+PROMPTS = ("watermelon", "delivery truck", "pizza", "pear", "hatching chick", "tulip", "goat", "alien")
+"""What the models draw well; `recipes.emoji.score` says how often they do."""
 TURNS = 2
 """Batches that the prompts are drawn in, every method after the other in each, so that all meet the same machine."""
 LOOKED_INTO = ("Shiva 80", "Shiva 60", "Sweep 40", "turbo, Shiva 66")
