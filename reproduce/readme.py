@@ -4,6 +4,7 @@ python -m reproduce.readme."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -64,10 +65,11 @@ KINDS: dict[Kind, str] = {
     "cache": "a step cache",
     "tokens": "fewer tokens, alone or with these",
 }
+PLAIN = re.compile(r"[\d.]+")
 PLACE = re.compile(r"(<!-- main: [^>]+ -->\n).*?(<!-- /main -->)", re.DOTALL)
 
 
-def table_of(document: dict[str, Any], shown: Sequence[str]) -> list[str]:
+def table_of(document: dict[str, Any], chosen: Sequence[str]) -> list[str]:
     """The chosen rows and columns in Markdown; columns that nobody measured are left out."""
     every = {heading: cells for table in tables_of(document) for heading, cells in texts_of(table).items()}
     columns = {
@@ -76,10 +78,20 @@ def table_of(document: dict[str, Any], shown: Sequence[str]) -> list[str]:
         for heading in every
         if heading.startswith(start) and "MACs" not in heading and any(every[heading].values())
     }
-    methods = [name for wanted in shown for name in max(every.values(), key=len) if re.fullmatch(wanted, name)]
-    rows = [[name, *(cells.get(name, "") for cells in columns.values())] for name in methods]
+    methods = [name for wanted in chosen for name in max(every.values(), key=len) if re.fullmatch(wanted, name)]
+    shown = [aligned([cells.get(name, "") for name in methods]) for cells in columns.values()]
+    rows = [list(row) for row in zip(methods, *shown, strict=True)]
     lines = [["", *columns], ["---", *["---:"] * len(columns)], *rows]
     return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def aligned(cells: Sequence[str]) -> Sequence[str]:
+    """A column's plain numbers to as many decimals as its largest has in four digits; others as they are."""
+    figures = [float(cell) for cell in cells if PLAIN.fullmatch(cell)]
+    if len(figures) < sum(map(bool, cells)):
+        return cells
+    decimals = max(0, 3 - math.floor(math.log10(max(figures))))
+    return [cell and f"{float(cell):.{decimals}f}" for cell in cells]
 
 
 def on_the_turbo(shown: Sequence[str]) -> str:

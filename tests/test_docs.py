@@ -85,6 +85,18 @@ def test_the_table_of_a_page_is_that_of_the_results(page: Path) -> None:
     assert readme.filled(page) == page.read_text(), "python -m reproduce.readme writes it"
 
 
+@pytest.mark.parametrize(
+    ("cells", "shown"),
+    [
+        (["0.029", "0.1458", ""], ["0.0290", "0.1458", ""]),
+        (["313.3", "9.25"], ["313.3", "9.2"]),
+        (["1.00x", "2.5"], ["1.00x", "2.5"]),
+    ],
+)
+def test_numbers_of_a_column_have_the_same_decimals(cells: list[str], shown: list[str]) -> None:
+    assert readme.aligned(cells) == shown
+
+
 def test_the_readme_is_short_and_begins_with_what_one_needs() -> None:
     page = (REPOSITORY / "README.md").read_text()
     places = [page.index(part) for part in ("docs/images/grid.png", "## Install", "```python", "## What you get")]
