@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import diffusers
 import peft
 import pytest
 import torch
@@ -22,6 +23,7 @@ import shiva
 from pipelines import PIPELINES
 from shiva.adapter import ADAPTER_NAME, remove_adapter
 from shiva.checkpoint import CONFIG_FILE, WEIGHTS_FILE, may_be_hub_id, write_atomically
+from shiva.compiled import GraphRunner
 
 from tiny import BACKBONES, make_flux, make_sd3, randomized
 
@@ -369,6 +371,44 @@ def test_a_refused_checkpoint_leaves_the_session_before_it_at_work(
         assert session.summary().keep < 1
         session.detach()
         assert torch.equal(model(**call)[0], dense)
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda model: model.enable_cache(diffusers.MagCacheConfig(num_inference_steps=9, mag_ratios=[1.0] * 9)),
+        lambda model: accelerate.cpu_offload_with_hook(model, execution_device="cpu"),
+    ],
+    ids=["MagCache", "offload"],
+)
+def test_a_refused_attach_leaves_what_was_put_on_after_the_session_where_it_is(put: Any) -> None:
+    model = make_flux()
+    session = shiva.attach(model, shiva.Shiva(budget=0.5))
+    put(model)
+    hooked = {name: module._hf_hook for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
+    before = {name: list(module._diffusers_hook.hooks) for name, module in hooked_by_diffusers(model)}
+    with pytest.raises((ValueError, RuntimeError), match="attach first"):
+        shiva.attach(model, shiva.Sweep(budget=0.5))
+    assert session.attached
+    assert {name: list(module._diffusers_hook.hooks) for name, module in hooked_by_diffusers(model)} == before
+    assert {n: module._hf_hook for n, module in model.named_modules() if hasattr(module, "_hf_hook")} == hooked
+
+
+def hooked_by_diffusers(model: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, module) for name, module in model.named_modules() if hasattr(module, "_diffusers_hook")]
+
+
+def test_a_refused_checkpoint_leaves_chance_as_it_is_and_drops_recorded_graphs() -> None:
+    model = make_sd3()
+    sound = shiva.ShivaCheckpoint.of(varied_method(model), **adapter(make_sd3()))
+    with shiva.attach(model, sound, budget=0.5) as session:
+        runner: Any = GraphRunner(session, recorder=None)  # type: ignore[arg-type]
+        session.runner, runner.recordings = runner, {"a row": "a graph that reads the folded weights"}
+        state = torch.random.get_rng_state()
+        with pytest.raises(ValueError, match="cfg='twice'"):
+            shiva.attach(model, sound, budget=0.5, cfg="twice")
+        assert torch.equal(torch.random.get_rng_state(), state)
+        assert not runner.recordings
 
 
 def saved(tmp_path: Path) -> Path:

@@ -77,7 +77,9 @@ def test_one_prompt_given_by_its_embeddings_serves_several_images(tmp_path: Path
         assert session.summary().keep == pytest.approx(0.5, abs=0.02)
 
 
-def test_a_transformer_put_in_after_attach_is_told_by_the_summary(tmp_path: Path) -> None:
+def test_a_transformer_put_in_after_attach_is_told_by_the_summary(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tiny = PIPELINES["flux"]
     pipe = tiny.load(tmp_path)
     session = shiva.attach(pipe, shiva.Sweep(budget=0.5))
@@ -85,6 +87,13 @@ def test_a_transformer_put_in_after_attach_is_told_by_the_summary(tmp_path: Path
     tiny.image(pipe)
     with pytest.raises(RuntimeError, match=r"pipe\.transformer was replaced after attach.*attach again"):
         session.summary()
+    pipe.transformer, other = session.transformer, pipe.transformer
+    tiny.image(pipe)
+    assert session.summary().keep < 1
+    assert "earlier run" not in caplog.text
+    pipe.transformer = other
+    session.summary()
+    assert "a summary of an earlier run: pipe.transformer was replaced" in caplog.text
     session.detach()
 
 

@@ -89,7 +89,8 @@ class AttachedAdapter:
                 "pipe.unfuse_lora() first, or pipe.unload_lora_weights(), after which it stays in them"
             )
         try:
-            inject_adapter(transformer, options, weights)
+            with torch.random.fork_rng(devices=[]):  # PEFT draws weights before ours are loaded
+                inject_adapter(transformer, options, weights)
             if all(map(can_fold, adapted_layers(transformer))):
                 self._fold()
             if hasattr(transformer, SAVE):

@@ -18,7 +18,7 @@ from torch import nn
 import shiva
 import shiva.methods  # each registers its config
 from shiva.backbones.base import Backbone, backbone_of
-from shiva.checkpoint import ShivaCheckpoint, may_be_hub_id
+from shiva.checkpoint import CONFIG_FILE, ShivaCheckpoint, may_be_hub_id
 from shiva.compat import HOOK, refuse_conflicts, transformer_of
 from shiva.core.method import Method, MethodConfig
 from shiva.cost import Summary
@@ -76,11 +76,10 @@ def attach(
     expert = getattr(pipeline, SECOND_EXPERT, None)
     if expert is not None and session_of(expert) is None:
         logger.warning("this pipeline has two transformers; attach to pipe.%s too, or it runs dense", SECOND_EXPERT)
+    refuse_conflicts(transformer)
     previous = session_of(transformer)
     with contextlib.nullcontext() if previous is None else previous.replaced():
-        refuse_conflicts(transformer)
-        with torch.random.fork_rng(devices=[]):
-            adapter = None if checkpoint is None else checkpoint.add_adapter(transformer)
+        adapter = None if checkpoint is None else checkpoint.add_adapter(transformer)
         try:
             fresh = isinstance(chosen, MethodConfig)
             session = Session(transformer, backbone, built, pipeline, cfg, adapter, fresh)
@@ -95,11 +94,11 @@ def attach(
 
 def resolve(method: Any) -> ShivaCheckpoint | MethodConfig | Method:
     """What a user named: a checkpoint, a config, or a built method."""
-    if isinstance(method, str) and not Path(method).is_dir():
+    if isinstance(method, str) and not (Path(method) / CONFIG_FILE).is_file():
         named = methods_by_name().get(plain(method))
         if named is not None:
             return named()
-        if not may_be_hub_id(method) and os.sep not in method:
+        if not Path(method).is_dir() and not may_be_hub_id(method) and os.sep not in method:
             raise ValueError(unknown_method(method))
     if isinstance(method, (str, Path)):
         return ShivaCheckpoint.from_pretrained(method)

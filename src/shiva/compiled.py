@@ -122,7 +122,8 @@ class GraphRunner:
         if not self.session.method.recordable:
             raise ValueError(
                 f"{self.session.method} carries tensors from step to step, which a recorded graph would not see; "
-                "pass fill='identity' and age=0 to a method that has them, or stop with session.runner = None"
+                "pass recall=0, steady=0 and age=0, and fill='identity' if that is not enough, to a method that has "
+                "them, or stop with session.runner = None"
             )
         leaves, structure = tree_flatten(call)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -137,6 +138,10 @@ class GraphRunner:
         recording.replay()
         ctx.kept, ctx.ran, ctx.now = dict(recording.ctx.kept), recording.ctx.ran, recording.ctx.now
         return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, recording.output)
+
+    def forget(self) -> None:
+        """Drop what was recorded, as it reads weights that are no longer there."""
+        self.recordings.clear()
 
     def _record(self, ctx: StepContext, leaves: list[Any], structure: Any) -> RecordedStep:
         static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]

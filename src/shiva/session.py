@@ -14,7 +14,7 @@ from torch import nn
 from shiva.adapter import AttachedAdapter
 from shiva.backbones.base import Backbone, Call
 from shiva.compat import HOOK, transformer_of, under_cache_dit
-from shiva.compiled import StepProgram, compile_forward
+from shiva.compiled import GraphRunner, StepProgram, compile_forward
 from shiva.core.context import Exploration, Recording, StepContext, Trace
 from shiva.core.cost import ZERO
 from shiva.core.method import Method
@@ -86,7 +86,10 @@ class Session(Stepper):
         try:
             yield
         except BaseException:
-            self._adapter = None if adapter is None else adapter.again()
+            if adapter is not None:
+                self._adapter = adapter.again()
+                if isinstance(self.runner, GraphRunner):
+                    self.runner.forget()
             self.hooks.register()
             raise
 
@@ -215,11 +218,14 @@ class Session(Stepper):
                 "cache-dit was enabled after attach and runs the model past this session; "
                 "call cache_dit.disable_cache(pipe) and detach(), enable it again, then attach"
             )
-        if not self.stats and self.pipeline is not None and transformer_of(self.pipeline) is not self.transformer:
-            raise RuntimeError(
+        if self.pipeline is not None and transformer_of(self.pipeline) is not self.transformer:
+            replaced = (
                 "pipe.transformer was replaced after attach, and the new one runs without a session; "
                 "detach() this one and attach again"
             )
+            if not self.stats:
+                raise RuntimeError(replaced)
+            logger.warning("this is a summary of an earlier run: %s", replaced)
         frozen = any(step.frozen for step in self.stats)
         blocks = set(self.hooks.blocks) if frozen else set()
         reduced = self.hooks.reduced(blocks)
