@@ -104,7 +104,7 @@ class CoReDiTMethod(Method):
         near = find_neighbours(indices, every, ctx.layout.shape, self.config.spread)
         unit = F.normalize(x.float(), dim=-1)
         own, chosen = unit.flatten(0, 1), gather(unit, flat_rows(indices, x.shape[1])).flatten(0, 1)
-        # One neighbour of each token at a time: all 25 at once would be 25 times the tokens.
+        # One neighbour of each token at a time: all at once would be 25 times the tokens, 75 of a clip.
         likeness = torch.stack([(chosen[rows] * own).sum(dim=-1) for rows in near.rows.unbind(dim=1)], dim=1)
         weights = near.weights * likeness.clamp(min=1e-3)
         return near._replace(weights=weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-12)).mean(updates)

@@ -144,6 +144,8 @@ class SDTMStep:
     protected: bool = False
     merged: int = 0
     """Windows or tokens that this step merges."""
+    cells: Windows | None = None
+    """On the device, and made outside a compiled graph."""
     pick: Tensor | None = None  # (L, C)
     metrics: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """What a block's tokens are compared by, of a layer and a guidance branch."""
@@ -170,13 +172,14 @@ class SDTMMethod(Method):
         if now.merged:
             generator = seeded(config.seed, ctx.step) if config.random else None
             cells = ctx.layout.windows()
+            now.cells = Windows(*map(ctx.here, cells))
             now.pick = ctx.here(draw(cells, self.spec.layers, generator))
             now.merged = min(now.merged, cells.members.shape[0] * (1 if structure else 3))
 
     def matching(self, metric: Tensor, layer: int, ctx: StepContext) -> Matching:
         """Match the block's tokens and count how long each has been merged; all blocks share the counter."""
         device, now = metric.device, ctx.now
-        cells = ctx.layout.windows(device=device)
+        cells: Windows = now.cells
         counter: Tensor | None = ctx.run.merged.get(ctx.branch)
         if counter is None or counter.shape != metric.shape[:2]:
             counter = torch.zeros(metric.shape[:2], device=device)
