@@ -18,7 +18,7 @@ import pytest
 import torch
 import yaml
 from datasets.packaged_modules.parquet.parquet import Parquet
-from PIL import Image
+from PIL import Image, ImageOps
 
 from shiva.checkpoint import write_atomically
 from shiva.files import read_json, to_json
@@ -26,7 +26,7 @@ from shiva.training.cache import LatentCache, Ranks
 from shiva.training.data import Example, ImageItems, Rows, digest, read_examples, stream_examples
 from shiva.training.families import SD3Family, load_family
 from shiva.training.feed import MapFeed, StreamFeed, load_ahead, prepare
-from shiva.training.pictures import bucket_sizes, nearest_size, to_tensor
+from shiva.training.pictures import bucket_sizes, nearest_size, size_of, to_tensor
 from shiva.training.recipe import recipe_from
 from shiva.training.sections import Data, Model
 from training_tiny import CAPTIONS, make_folder, picture, save_folder, tiny_recipe
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five seconds after every parquet stream, for the sake of a process that ends with it."""
-    monkeypatch.setattr(Parquet, "SLEEP_ON_THREADS_SHUTDOWNS", False)
+    monkeypatch.setattr(Parquet, "SLEEP_ON_THREADS_SHUTDOWNS", False, raising=False)
 
 
 @pytest.fixture
@@ -243,10 +243,33 @@ def test_a_picture_is_upright_as_its_camera_held_it() -> None:
     assert torch.equal(example.pixels([(48, 32)]), to_tensor(upright, (48, 32)))
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_every_orientation_is_turned_as_pil_turns_it(orientation: int) -> None:
+    stored, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = orientation
+    picture(0, 32, 48).save(stored, "JPEG", exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(stored))
+    assert size_of(stored.getvalue()) == (upright.height, upright.width)
+    assert torch.equal(to_tensor(stored.getvalue(), (32, 32)), to_tensor(upright, (32, 32)))
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+def test_a_sound_picture_of_broken_exif_is_trained_on(form: str) -> None:
+    stored, plain = io.BytesIO(), io.BytesIO()
+    picture(0).save(stored, form, exif=b"Exif\0\0garbage of a camera")
+    picture(0).save(plain, form)
+    assert size_of(stored.getvalue()) == (32, 32)
+    assert torch.equal(to_tensor(stored.getvalue(), (32, 32)), to_tensor(plain.getvalue(), (32, 32)))
+
+
 def test_grey_of_sixteen_bits_is_as_bright_as_of_eight() -> None:
-    grey = picture(0).convert("L")
-    deep = Image.fromarray(np.asarray(grey, dtype=np.uint16) * 257)
-    torch.testing.assert_close(to_tensor(deep, (32, 32)), to_tensor(grey, (32, 32)), rtol=0, atol=0)
+    grey, big = picture(0).convert("L"), io.BytesIO()
+    values = np.asarray(grey, dtype=np.uint16) * 257
+    Image.frombytes("I;16B", grey.size, values.astype(">u2").tobytes()).save(big, "TIFF")
+    assert Image.open(big).mode == "I;16B"
+    integers = Image.fromarray(np.asarray(grey, dtype=np.int32))
+    for same in (Image.fromarray(values), Image.fromarray(values.astype(np.int32)), big.getvalue(), integers):
+        torch.testing.assert_close(to_tensor(same, (32, 32)), to_tensor(grey, (32, 32)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("content", [b"", b"no picture", png(0)[:200], None], ids=["empty", "text", "cut", "none"])
@@ -328,7 +351,7 @@ def test_a_column_that_a_stream_has_not_is_named(family: SD3Family, tmp_path: Pa
 
     with pytest.raises(ValueError, match="data.where: the data set has no option 'prt'; did you mean 'part'"):
         first(prt="train")
-    with pytest.raises(ValueError, match="no rows beside the 0 held out .* check data.where={'part': 'none'}"):
+    with pytest.raises(ValueError, match="has no rows; check data.where={'part': 'none'}"):
         first(part="none")
 
 

@@ -139,8 +139,9 @@ def readable(data: Data) -> Iterator[None]:
         if isinstance(cause, OSError) and cause.errno:
             raise cause from None
         told = f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
+        mend = "check data.path, data.config, data.split and the network" if data.kind == "hub" else "mend its files"
         raise ValueError(
-            f"data.path={data.path!r} does not read as data.kind={data.kind} ({told}); mend its files, or data.kind"
+            f"data.path={data.path!r} does not read as data.kind={data.kind} ({told}); {mend}, or data.kind"
         ) from error
 
 

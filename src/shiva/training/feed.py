@@ -89,7 +89,10 @@ class StreamFeed(Images):
 
     def first(self, number: int) -> list[Example]:
         """Examples held out for validation: the first of the first epoch."""
-        return list(islice(stream_examples(self.data, self.seed, 0), number))
+        found = list(islice(stream_examples(self.data, self.seed, 0), number))
+        if not found:
+            raise ValueError(f"the stream {self.data.path!r} has no rows; check data.where={self.data.where}")
+        return found
 
     def _stream(self) -> Iterator[Ref]:
         held_out = self.first(self.held_out)

@@ -15,8 +15,20 @@ from shiva.training.family import Size
 
 WIDEST = 2.0
 """Aspect ratio of the most oblong bucket."""
-ORIENTATION, SIDEWAYS = 0x0112, range(5, 9)
-"""The EXIF tag of how a picture is to be turned, and its values that exchange height and width."""
+ORIENTATION = 0x0112
+"""The EXIF tag of how a picture is to be turned."""
+TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""What brings a picture of that orientation upright, in PIL's words."""
+SIDEWAYS = range(5, 9)
+"""Orientations that exchange height and width."""
 
 
 def bucket_sizes(resolution: int, multiple: int, buckets: bool) -> list[Size]:
@@ -60,17 +72,29 @@ def open_image(source: Any) -> Any:
 
 def size_of(source: Any) -> Size:
     """Height and width of a picture as it is seen; a camera may have stored it on its side."""
-    picture, exif = open_image(source), need("PIL.Image", "train").Exif()
-    exif.load(picture.info.get("exif"))  # `getexif` decodes a PNG, and tells of a TIFF what its size knows already
-    return picture.size if exif.get(ORIENTATION, 1) in SIDEWAYS else picture.size[::-1]
+    picture = open_image(source)
+    return picture.size if orientation_of(picture) in SIDEWAYS else picture.size[::-1]
+
+
+def orientation_of(picture: Any) -> int:
+    """By the header alone: PIL's `getexif` decodes a PNG, and a TIFF is turned by PIL itself."""
+    exif = need("PIL.Image", "train").Exif()
+    try:
+        exif.load(picture.info.get("exif"))
+        return int(exif.get(ORIENTATION, 1))
+    except Exception:  # what a broken EXIF raises is not told; the picture may be sound
+        return 1
 
 
 def to_tensor(source: Any, size: Size) -> Tensor:
     """Pixels (3, H, W) in [-1, 1], the picture scaled to cover `size` and cropped at its centre; alpha on white."""
     pil, numpy = need("PIL.Image", "train"), need("numpy", "train")
-    picture = need("PIL.ImageOps", "train").exif_transpose(open_image(source))
-    if picture.mode.startswith("I"):  # grey of 16 bits, which PIL would clip to white
-        picture = picture.point(lambda value: value * (1 / 257)).convert("L")
+    picture = open_image(source)
+    turn = TURNS.get(orientation_of(picture))
+    if turn is not None:
+        picture = picture.transpose(pil.Transpose[turn])
+    if picture.mode.startswith("I"):
+        picture = eight_bits(picture)
     if picture.mode in ("RGBA", "LA", "P"):
         picture = picture.convert("RGBA")
         picture = pil.alpha_composite(pil.new("RGBA", picture.size, "white"), picture)
@@ -83,3 +107,10 @@ def to_tensor(source: Any, size: Size) -> Tensor:
     left, top = (covering[0] - width) // 2, (covering[1] - height) // 2
     picture = picture.crop((left, top, left + width, top + height))
     return torch.from_numpy(numpy.array(picture)).permute(2, 0, 1).float() / 127.5 - 1
+
+
+def eight_bits(picture: Any) -> Any:
+    """Grey of 16 bits, or of integers, as grey of 8; PIL would clip it to white."""
+    integers = picture.convert("I")
+    deep = picture.mode != "I" or integers.getextrema()[1] > 255
+    return (integers.point(lambda value: value * (1 / 257)) if deep else integers).convert("L")
