@@ -36,7 +36,6 @@ from training_tiny import make_folder, tiny_recipe
 
 from method_table import METHODS
 
-SOURCE = Path(shiva.__file__).parent.parent
 HERE = Path(__file__).parent
 
 
@@ -567,7 +566,9 @@ def test_a_run_starts_with_what_another_learned(folder: Path, tmp_path: Path) ->
         first.adapter_for(narrow.recipe.adapter)
 
 
-def test_a_run_goes_on_from_a_checkpoint_with_its_policy_and_adapter(folder: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_a_checkpoint_with_its_policy_and_adapter(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = trainer_of(folder, tmp_path / "first")
     first.run()
     weights, adapter = first.method.state_dict(), first.adapter.weights()
@@ -576,6 +577,11 @@ def test_a_run_goes_on_from_a_checkpoint_with_its_policy_and_adapter(folder: Pat
     again.start_from(read_start(str(first.final), print))
     assert all(torch.equal(again.method.state_dict()[n], weights[n]) for n, _ in first.method.named_parameters())
     assert all(torch.equal(value, adapter[name]) for name, value in again.adapter.weights().items())
+    assert "its adapter was trained on" not in capsys.readouterr().err
+    config = json.loads((first.final / "config.json").read_text())
+    (first.final / "config.json").write_text(json.dumps({**config, "base_model": "somebody/another-model"}))
+    trainer_of(folder, tmp_path / "elsewhere").start_from(read_start(str(first.final), print))
+    assert "its adapter was trained on somebody/another-model, and this run is of" in capsys.readouterr().err
     dearer = shiva.Shiva(budget=0.8, bottleneck=8).build(first.session.spec)
     taken = read_start(str(first.final), print).weights_for(dearer)
     assert {part_of(name) for name in taken} == {"routers"}, "a policy for another budget starts anew"

@@ -52,6 +52,7 @@ def test_the_preset_paper_holds_the_papers_values() -> None:
         ({"stages": {"joint": {"trains": []}}}, "trains nothing"),
         ({"stages": {}}, "stages={} changes no stage; leave it out"),
         ({"stages": []}, r"stages=\[\] trains nothing; leave stages out"),
+        ({"stages": [{"name": "a", "steps": 1, "trains": ["adapter"]}] * 2}, "two have one name; name each its own"),
         ({"stages": ["warmup"]}, r"stages\[0\] is 'warmup'; give a mapping"),
         ({"stages": {"warmup": 100}}, r"stages.warmup is 100; give a mapping of options, such as {steps: 100}"),
         ({"stages": [{"name": "all"}]}, r"stages\[0\] has no 'steps'"),

@@ -288,6 +288,14 @@ def test_a_policy_for_another_share_stays_behind_whatever_its_option_is_called(k
     assert any(name.startswith("routers") for name in found)
 
 
+def test_a_start_that_gives_nothing_is_refused() -> None:
+    spec = BackboneSpec("SD3Transformer2DModel", 4, 32, 32, 20, 4)
+    method: Any = shiva.LapSum(keep=0.6).build(spec)
+    dense: Any = shiva.Dense().build(spec)
+    with pytest.raises(ValueError, match="start: a run has no weight for Dense"):
+        Start("a run", shiva.LapSum(keep=0.6), dict(method.state_dict())).weights_for(dense)
+
+
 def test_pictures_of_several_sizes_have_room_beside_each_other() -> None:
     small, large = Image.new("RGB", (2, 3), "red"), Image.new("RGB", (4, 2), "blue")
     sheet = grid_of([[small, large]])

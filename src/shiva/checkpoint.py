@@ -61,7 +61,7 @@ class Origin:
 
     backbone: BackboneSpec
     base_model: str | None = None
-    """Hub id or path of the pipeline it was trained on."""
+    """Hub id of the pipeline it was trained on, or a folder's name or relative path."""
     budget: Ratio | None = None
     """The mean keep it was trained to."""
 
@@ -153,7 +153,7 @@ class ShivaCheckpoint(
         adapter_config: Mapping[str, Any] | None = None,
         adapter_weights: Mapping[str, Tensor] | None = None,
     ) -> ShivaCheckpoint:
-        """The checkpoint of a method as it is now; of a model's folder on this machine it tells the name alone."""
+        """The checkpoint of a method as it is now; of a model at an absolute path it tells the folder's name alone."""
         if base_model is not None and Path(base_model).is_absolute():
             base_model = Path(base_model).name
         weights = {name: t.detach().cpu().contiguous() for name, t in method.state_dict().items()}

@@ -54,6 +54,8 @@ class Recipe:
             raise ValueError("model.path is missing; give a pipeline's folder or hub id")
         if not self.stages:
             raise ValueError("stages=[] trains nothing; leave stages out for the usual three, or list some")
+        if len({stage.name for stage in self.stages}) < len(self.stages):
+            raise ValueError(f"stages={[stage.name for stage in self.stages]}: two have one name; name each its own")
         for check in (self.data.check, self.sampling.check, self.reuse.check, *(s.check for s in self.stages)):
             check()
         known = (*WEIGHTS, *OWN_LOSSES, *getattr(self.method_config(), "own_losses", ()))

@@ -27,6 +27,8 @@ class Start:
     """Folder or hub id."""
     config: MethodConfig
     weights: dict[str, Tensor]
+    base_model: str | None = None
+    """Whose weights the adapter was trained on."""
     adapter: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     adapter_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """As in a recipe."""
@@ -59,7 +61,7 @@ class Start:
                         f"other options of {type(self.config).__name__}, make them the same"
                     )
             shared |= found
-        if own and not shared and not self.adapter:
+        if not shared and not self.adapter:
             raise ValueError(f"start: {self.source} has no weight for {method}; give one of the same method and sizes")
         return shared
 
@@ -85,7 +87,8 @@ def read_start(source: str, say: Callable[[str], None]) -> Start:
     if found is not None:
         folder, state = found
         config = method_config(state.recipe["method"])
-        return Start(str(folder), config, state.method, state.adapter, state.recipe["adapter"])
+        model = state.recipe["model"]["path"]
+        return Start(str(folder), config, state.method, model, state.adapter, state.recipe["adapter"])
     if not (Path(source) / CONFIG_FILE).is_file() and not may_be_hub_id(source):
         raise FileNotFoundError(
             f"start: {source} holds neither states/step-* nor {CONFIG_FILE}; give the folder of a `shiva train` run, "
@@ -94,6 +97,7 @@ def read_start(source: str, say: Callable[[str], None]) -> Start:
     checkpoint = ShivaCheckpoint.from_pretrained(source)
     if checkpoint.adapter_config is None or checkpoint.adapter_weights is None:
         return Start(source, checkpoint.method_config, checkpoint.weights)
+    model = checkpoint.origin.base_model
     lora = build(LoraOptions, checkpoint.adapter_config, "the adapter's config")
     options = {"rank": lora.r, "alpha": lora.lora_alpha, "dora": lora.use_dora}
-    return Start(source, checkpoint.method_config, checkpoint.weights, checkpoint.adapter_weights, options)
+    return Start(source, checkpoint.method_config, checkpoint.weights, model, checkpoint.adapter_weights, options)

@@ -145,6 +145,12 @@ class Trainer:
         self.adapter.load(adapter)
         parts = [*sorted({part_of(name) for name in shared}), *(["adapter"] if adapter else [])]
         self.log.say(f"starting with {', '.join(parts)} of {start.source}")
+        before, now = start.base_model, self.recipe.model.path
+        if adapter and before is not None and Path(before).name != Path(now).name:
+            self.log.say(
+                f"its adapter was trained on {before}, and this run is of {now}: if those are other weights, start "
+                "from a copy of the checkpoint without its adapter folder"
+            )
 
     def train(self, signals: list[int]) -> None:
         """All steps that are left, or those until a signal comes."""
