@@ -116,9 +116,9 @@ def measure_anatomy(
     turns |= {name: attached.prepare for name, attached in running.items()}
     with torch.inference_mode():
         timings = interleave(turns, rounds, warmup, progress)
-    taken = rounds + warmup
     results = []
     for name, timing in timings.items():
+        taken = running[name].turns if name in running else rounds + warmup
         stages = {kind: 1e3 * spent / taken for kind, spent in clocks[name].seconds.items()}
         if name in running:
             stages |= running[name].overhead()

@@ -19,10 +19,14 @@ from shiva.backbones import backbone_of
 from shiva.bench.shapes import Shape
 from shiva.core.cost import Flops, count, total
 from shiva.core.method import Method, MethodConfig
+from shiva.cost import StepRecord, tensor_bytes
 from shiva.methods import Shiva, ShivaMethod
 from shiva.ops.networks import logit
 from shiva.ops.schedule import RatioSchedule
 from shiva.session import Session
+
+WHOLE_STEPS = 8
+"""Steps in a row that may run all tokens before others reuse them, such as four of RAS."""
 
 
 @dataclass
@@ -62,13 +66,19 @@ def interleave(
     rounds: int = 5,
     warmup: int = 1,
     progress: Callable[[str], None] = lambda name: None,
+    whole: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Timing]:
-    """Time each configuration once per round, in turn. Each entry prepares itself and returns the timed call."""
+    """Time each configuration once per round, in turn. Each entry prepares itself and returns the timed call.
+
+    A step that turns out to be a `whole` one stands for no reduced one, so the next is timed in its place.
+    """
     timings = {name: Timing() for name in calls}
     for round_ in range(warmup + rounds):
         for name, prepare in calls.items():
-            call = prepare()
-            seconds = timed(call)
+            seconds = timed(prepare())
+            for _ in range(WHOLE_STEPS):
+                if whole(name):
+                    seconds = timed(prepare())
             if round_ >= warmup:
                 timings[name].seconds.append(seconds)
             progress(name)
@@ -133,10 +143,6 @@ def twin(transformer: nn.Module) -> nn.Module:
     return copy.deepcopy(transformer, shared)
 
 
-WHOLE_STEPS = 8
-"""Steps at the beginning of a run that may run all tokens before others reuse them, such as four of RAS."""
-
-
 class Attached:
     """An entry attached to a twin of the transformer, ready to take turns."""
 
@@ -145,37 +151,44 @@ class Attached:
         self.session: Session = attach(self.transformer, entry.build(transformer), cfg=cfg)
         self.call = call
         self.turns = 0
-        self.step: int | None = None
+        self.step: int | None = None if call["timestep"].is_meta else self._first_reduced()
         """Of one run whose steps the turns are; None where each is a run of its own."""
-        self._spent: dict[str, float] = {}
+        self._spent = self.session.phases()
         """Seconds in the reduction path before the first turn."""
 
     def prepare(self) -> Callable[[], Any]:
         """One turn: a run of its own, or the next step of one run where its first steps run all tokens."""
-        if self.turns == 0 and not self.call["timestep"].is_meta:
-            self.step, self._spent = self._first_reduced() or None, self.session.phases()
         self.turns += 1
         if self.step is not None:
             self.step += 1
         call = self._at(self.step or 0)
         return lambda: self.transformer(**call)
 
-    def _first_reduced(self) -> int:
-        """The first step of a run that does not run all tokens; 0 if none does."""
+    @torch.no_grad()
+    def _first_reduced(self) -> int | None:
+        """The first step of a run that runs fewer tokens, where the steps before it keep something for it."""
         for step in range(WHOLE_STEPS + 1):
             self.transformer(**self._at(step))
-            ran = self.session.stats[-1]
-            if ran.skipped or min(ran.kept.values()) < ran.tokens:
-                return step
-        return 0
+            if reduced(self.session.stats[-1]):
+                return step or None
+            if self.session.ctx is None or not tensor_bytes(self.session.ctx.run):
+                break
+        return None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the latest step ran all tokens, as every third one of ToCa, in a run where others do not."""
+        return self.step is not None and not reduced(self.session.stats[-1])
 
     def _at(self, step: int) -> dict[str, Any]:
         call = new_run(self.call, self.session.backbone.latents)
         return {**call, "timestep": call["timestep"] * (1 - step / 1000)}
 
     def price(self, turns: int) -> Flops:
-        """FLOPs of the latest turns by the session's own prices: the median, as of their times."""
-        ordered = sorted(self.session.summary().step_flops()[-turns:], key=lambda flops: flops.true)
+        """Median FLOPs of the latest turns that were not whole, by the session's prices, which leave out routers."""
+        priced = zip(self.session.stats, self.session.summary().step_flops(), strict=True)
+        latest = [flops for ran, flops in priced if reduced(ran)][-turns:]
+        ordered = sorted(latest, key=lambda flops: flops.true)
         middle = ordered[(turns - 1) // 2 : turns // 2 + 1]
         return total(middle).scaled(1 / len(middle))
 
@@ -183,6 +196,10 @@ class Attached:
         """Milliseconds a step in each phase of the reduction path, over all turns."""
         spent = self.session.phases()
         return {name: 1e3 * (spent[name] - self._spent.get(name, 0.0)) / max(1, self.turns) for name in spent}
+
+
+def reduced(ran: StepRecord) -> bool:
+    return bool(ran.skipped) or min(ran.kept.values()) < ran.tokens
 
 
 def new_run(call: dict[str, Any], latents: str = "hidden_states") -> dict[str, Any]:

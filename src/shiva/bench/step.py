@@ -81,7 +81,9 @@ def measure_step(
     turns: dict[str, Callable[[], Callable[[], Any]]] = {DENSE: lambda: lambda: dense_model(**call)}
     turns |= {name: attached.prepare for name, attached in running.items()}
     with torch.inference_mode():
-        timings = interleave(turns, rounds, warmup, progress)
+        timings = interleave(
+            turns, rounds, warmup, progress, whole=lambda name: name in running and running[name].whole
+        )
     dense = count_step(shape, None)
     results = []
     for name, timing in timings.items():
@@ -105,7 +107,7 @@ def measure_step(
 
 
 def flops_of(shape: Shape, entry: Entry, attached: Attached, rounds: int) -> Flops:
-    """Of the steps that were timed: counted on the meta device, where neither data nor earlier steps matter."""
+    """Of the steps that were timed: counted on the meta device, or by prices where earlier steps matter."""
     if attached.step is not None:
         return attached.price(rounds)
     return count_step(shape, entry) if attached.session.method.static else count(attached.prepare())
@@ -131,7 +133,8 @@ def step_table(shape: Shape, results: list[StepResult], skipped: list[Skipped], 
     left_out = "".join(f"; {row.name} left out: {row.reason}" for row in skipped)
     paper = "; paper: RTX 4090, whole model, 1024², 50 steps" if any(row.paper for row in results) else ""
     caption = "limit: what true FLOPs alone allow; eff.: speed-up over limit; overhead: the reduction path as a "
-    caption += f"share of the dense step{paper}{left_out}"
+    caption += "share of the dense step; of a method that runs all tokens in some steps, one of the others is timed"
+    caption += f"{paper}{left_out}"
     return Table.of(f"One step of {shape.described}, {how}", rows, caption)
 
 
