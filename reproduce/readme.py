@@ -88,7 +88,7 @@ def table_of(document: dict[str, Any], chosen: Sequence[str]) -> list[str]:
 def aligned(cells: Sequence[str]) -> Sequence[str]:
     """A column's plain numbers to as many decimals as its largest has in four digits; others as they are."""
     figures = [float(cell) for cell in cells if PLAIN.fullmatch(cell)]
-    if len(figures) < sum(map(bool, cells)):
+    if len(figures) < sum(map(bool, cells)) or not any(figures):
         return cells
     decimals = max(0, 3 - math.floor(math.log10(max(figures))))
     return [cell and f"{float(cell):.{decimals}f}" for cell in cells]

@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 FORKING: Any = multiprocessing.get_context("forkserver")
 FORKING.set_forkserver_preload(["shiva.show.demo", "shiva.training.trainer", "diffusers.pipelines.stable_diffusion_3"])
 
@@ -24,8 +26,11 @@ class Process:
 
     def __init__(self, *arguments: str | Path, file: Path | None = None, cwd: Path | None = None, **environment: str):
         self.command = [str(file or "shiva"), *map(str, arguments)]
-        self.told = Path(tempfile.mkdtemp(prefix="shiva-"))
-        place = str(cwd or Path.cwd()), {**os.environ, **environment}, str(self.told)
+        self.printed = tempfile.TemporaryDirectory(prefix="shiva-")
+        self.files = [Path(self.printed.name, name) for name in ("out", "err")]
+        for path in self.files:
+            path.touch()
+        place = str(cwd or Path.cwd()), {**os.environ, **environment}, [str(path) for path in self.files]
         self.process = FORKING.Process(target=become, args=(self.command, *place), daemon=True)
         self.process.start()
 
@@ -42,7 +47,7 @@ class Process:
     def wait(self, timeout: float = 280) -> subprocess.CompletedProcess[str]:
         """Its exit code and what it printed."""
         self.process.join(timeout)
-        printed = [(self.told / name).read_text() for name in ("out", "err")]
+        printed = [path.read_text() for path in self.files]
         if self.process.exitcode is None:
             self.kill()
             raise subprocess.TimeoutExpired(self.command, timeout, *printed)
@@ -53,13 +58,14 @@ def run(*arguments: str | Path, **how: Any) -> subprocess.CompletedProcess[str]:
     return Process(*arguments, **how).wait()
 
 
-def become(command: list[str], folder: str, environment: dict[str, str], told: str) -> None:
-    for number, name in ((1, "out"), (2, "err")):
-        with open(Path(told, name), "wb") as file:
+def become(command: list[str], folder: str, environment: dict[str, str], printed: list[str]) -> None:
+    for number, path in enumerate(printed, start=1):
+        with open(path, "wb") as file:
             os.dup2(file.fileno(), number)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    torch.set_num_threads(1)  # the server of forks has read OMP_NUM_THREADS already
     sys.argv = command
     if command[0].endswith(".py"):
         runpy.run_path(command[0], run_name="__main__")

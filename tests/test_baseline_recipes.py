@@ -50,6 +50,8 @@ def test_each_is_trained_on_1024_tokens_with_as_many_images_from_a_router_alone(
     assert recipe.model.path == "models/emoji-128"
     assert recipe.steps * recipe.sampling.batch == 4800
     if recipe.start is not None:
+        assert not Path(recipe.start).exists(), "a command that is only shown writes nothing"
+        checkpoints.write_start(name, recipe.start)
         start, spec = read_start(recipe.start, print), ShivaCheckpoint.from_pretrained(recipe.start).origin.backbone
         method = recipe.method_config().build(spec)
         assert isinstance(method, Trainable)

@@ -146,6 +146,15 @@ def test_what_begins_with_all_tokens_is_timed_after_that(config: Any, step: int 
     assert step is None or attached.price(2).true < attached.session.summary().dense.true
 
 
+def test_a_step_that_runs_all_tokens_is_timed_in_no_round(small: Any) -> None:
+    limits = [
+        [row.limit for row in measure_step(small(), {"toca": Entry(shiva.ToCa())}, rounds=rounds)[0]]
+        for rounds in (1, 2, 4)
+    ]
+    assert limits[0][1] > 1.5
+    assert limits[1:] == [pytest.approx(limits[0])] * 2
+
+
 # -- anatomy, selector, scale, roofline ------------------------------------------------------------------
 
 
@@ -422,15 +431,17 @@ def test_what_cannot_compose_is_refused_by_name(small: Any) -> None:
 # -- the page and the command ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["Shiva 66 in 3 steps", "outputs/train/emoji-cached/checkpoint-a"])
 @pytest.mark.parametrize("columns", [60, 80, 200])
-def test_a_narrow_terminal_cuts_no_figure(columns: int) -> None:
+def test_a_narrow_terminal_cuts_no_figure(columns: int, name: str) -> None:
     headings = ("method", "GFLOPs, MACs counted once", "saved", "latency, s", "one-step cosine ↑", "not ahead on")
-    rows = [("Shiva 66 in 3 steps", "1234.567", "51.4%", "0.147 ± 0.004", "0.98765", "Fréchet, " * 10)]
+    rows = [(name, "1234.567", "51.4%", "0.147 ± 0.004", "0.98765", "Fréchet, " * 10)]
     console = Console(width=columns, file=io.StringIO(), color_system=None)
     Table("Title", headings, rows, "caption").show(console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "…" not in shown
     assert all(figure in shown for figure in rows[0][1:5])
+    assert name[-8:] in shown
     assert max(map(len, shown.splitlines())) <= columns
     assert shown.count("caption") == 1
 

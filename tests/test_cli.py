@@ -19,6 +19,7 @@ import forked
 import shiva as package
 from shiva.cli import main
 from shiva.cli.terminal import explain
+from shiva.show.demo import PROMPTS
 
 REPOSITORY = Path(__file__).parent.parent
 EMOJI = REPOSITORY / "models" / "emoji"
@@ -112,6 +113,10 @@ REFUSED = [
     (
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB"),
         "error: CUDA out of memory. Tried to allocate 2.00 GiB; do less at once: a smaller image or batch",
+    ),
+    (
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 9 GB"),
+        "error: [enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 9 GB; do less",
     ),
     (full(), "error: run.json: No space left on device; make room and run the same command again"),
     (yaml.scanner.ScannerError("while scanning", None, "found a tab"), "error: this is not YAML: while scanning"),
@@ -267,7 +272,7 @@ def test_demo_writes_a_page_that_needs_no_network(tmp_path: Path) -> None:
     assert (tmp_path / "index.html").as_uri() in result.stdout
     assert "left out: LapSum: models/nowhere is not here; train it: shiva train mine.yaml" in result.stdout
     page = (tmp_path / "index.html").read_text()
-    assert "octopus" in page
+    assert PROMPTS[-1] in page
     assert "How Shiva 60 scored the tokens" in page
     assert page.count("data:image/png;base64") >= 24
     assert "http" not in page

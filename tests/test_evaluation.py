@@ -9,6 +9,7 @@ import inspect
 import json
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ import forked
 import shiva
 from pipelines import call_sd3, dit, sd3
 from reproduce.protocols import PROTOCOLS, leading_first
+from shiva.api import resolve
 from shiva.cli import app
 from shiva.cli.generate import choose, generate
 from shiva.cli.terminal import numbers
@@ -244,6 +246,10 @@ def test_a_folder_without_images_and_tables_is_free_for_other_settings(evaluatio
     assert other.claim(["dense"]) == ["dense"]
     (run.folder / "tables").mkdir()
     (run.folder / "tables" / "main.json").write_text("{}")
+    with pytest.raises(OtherImages, match="steps"):
+        other.claim(["dense"])
+    shutil.rmtree(run.folder / "tables")
+    (run.folder / "frontier.json").write_text("{}")
     with pytest.raises(OtherImages, match="steps"):
         other.claim(["dense"])
 
@@ -569,11 +575,16 @@ def test_the_embedded_file_of_candidates_is_whole() -> None:
             assert entry.config()["method"] == entry.method
 
 
-def test_candidates_are_checked_at_the_door(tmp_path: Path) -> None:
+def test_candidates_are_checked_at_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(read_candidates("ToMeSD,ToMA:official").candidates) == ["dense", "ToMeSD", "ToMA:official"]
     folder = REPOSITORY / "models" / "shiva" / "60"
     assert read_candidates(str(folder)).candidates[str(folder)] == Candidate(checkpoint=str(folder))
-    assert read_candidates("tomesd").candidates["tomesd"].config() == Candidate("ToMeSD").config()
+    monkeypatch.chdir(tmp_path)
+    for name in ("tomesd", "dense"):
+        (tmp_path / name).mkdir()  # such as a clone of its repository
+    assert read_candidates("tomesd,dense").candidates["tomesd"].config() == Candidate("ToMeSD").config()
+    assert read_candidates("tomesd,dense").candidates["dense"] == Candidate()
+    assert isinstance(resolve("tomesd"), shiva.ToMeSD)
     with pytest.raises(ValueError, match="has no method 'ToMeS'; did you mean 'ToMeSD'"):
         read_candidates("ToMeS")
     with pytest.raises(
@@ -687,22 +698,9 @@ def generate_default(name: str) -> Any:
 # -- killed, and in several processes -------------------------------------------------------
 
 
-def command(output: Path, prompts: Path, **environment: str) -> forked.Process:
-    arguments = ["eval", REPOSITORY / "models" / "emoji", "--methods", prompts.with_suffix(".yaml")]
-    arguments += [
-        "--prompts",
-        prompts,
-        "--output",
-        output,
-        "--rounds",
-        "0",
-        "--probes",
-        "1",
-        "--metrics",
-        "psnr,mse",
-        "--no-rivals",
-    ]
-    return forked.Process(*arguments, **environment)
+def arguments_of(output: Path, prompts: Path) -> list[str]:
+    made = f"--methods {prompts.with_suffix('.yaml')} --prompts {prompts} --output {output} --rounds 0 --probes 1"
+    return f"eval {REPOSITORY / 'models' / 'emoji'} {made} --metrics psnr,mse --no-rivals".split()
 
 
 @pytest.fixture
@@ -729,7 +727,8 @@ def test_killed_and_resumed_gives_the_images_of_two_processes_in_one_go(tmp_path
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [command(tmp_path / "two", small, RANK=str(r), LOCAL_RANK=str(r), **common) for r in range(2)]
+    two = arguments_of(tmp_path / "two", small)
+    ranks = [forked.Process(*two, RANK=str(r), LOCAL_RANK=str(r), **common) for r in range(2)]
     first, second = (rank.wait(timeout=800) for rank in ranks)
     assert first.returncode == second.returncode == 0, (first, second)
     whole = images(tmp_path / "two")
@@ -738,12 +737,13 @@ def test_killed_and_resumed_gives_the_images_of_two_processes_in_one_go(tmp_path
     assert "MSE to dense" not in second.stdout
 
     killed = tmp_path / "killed"
-    process = command(killed, small)
+    process = forked.Process(*arguments_of(killed, small))
     wait_for(lambda: len(images(killed)) >= 2, process)
     process.kill()
     before = {path: path.stat().st_mtime_ns for path in killed.glob("images/*/*/*.png")}
     assert 2 <= len(before) < len(whole)
-    resumed = command(killed, small).wait(timeout=800)
+    anew = [sys.executable, "-m", "shiva", *arguments_of(killed, small)]  # with its own hashes, and chance of numpy's
+    resumed = subprocess.run(anew, capture_output=True, text=True, timeout=800)
     assert resumed.returncode == 0, resumed
     assert images(killed) == whole
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in before.items())

@@ -63,17 +63,17 @@ RUNS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
 
 
 def start_of(name: str, runs: Path) -> dict[str, str]:
-    """The `start` of a run, written here: the routers of the checkpoint that its row names, and nothing else of it."""
-    source = RUNS[name][1].get("start")
-    if source is None:
-        return {}
-    found = ShivaCheckpoint.from_pretrained(str(source))
+    """The `start` of a run, if its row names a checkpoint."""
+    return {"start": str(runs / "starts" / name)} if "start" in RUNS[name][1] else {}
+
+
+def write_start(name: str, folder: str) -> None:
+    """The routers of the checkpoint that a run's row names, and nothing else of it."""
+    found = ShivaCheckpoint.from_pretrained(str(RUNS[name][1]["start"]))
     method = found.method()
     ratios = {id(weight) for weight in method.groups().get("policy", [])}
     weights = {key: weight.detach() for key, weight in method.named_parameters() if id(weight) not in ratios}
-    folder = runs / "starts" / name
     ShivaCheckpoint(found.method_config, weights, found.tables, found.origin).save_pretrained(folder)
-    return {"start": str(folder)}
 
 
 def command(name: str, runs: Path) -> list[str]:
@@ -98,6 +98,8 @@ def main() -> None:
         print(shlex.join(["shiva", *line[3:]]), flush=True)
         if options.list:
             continue
+        for folder in start_of(name, options.runs).values():
+            write_start(name, folder)
         subprocess.run(line, check=True)
         shutil.rmtree(options.models / name, ignore_errors=True)
         shutil.copytree(options.runs / name / "checkpoint", options.models / name)

@@ -1,7 +1,7 @@
 """Say how good the model is: images of training labels and of held-out labels, scored separately.
 
     python -m recipes.emoji.score --model models/emoji --out results/emoji
-    python -m recipes.emoji.score --model models/emoji-128-turbo --out results/emoji-128-turbo --steps 4 --guidance 0
+    python -m recipes.emoji.score --model models/emoji-128-turbo --steps 4 --guidance 0 --file scores-128-turbo.json
 
 Only stock classes load the model. "Text-image score" is the cosine of this project's own towers; the Fréchet and
 kernel distances are on EfficientNet-Lite0 features: neither is CLIP score nor FID, nor comparable with them.

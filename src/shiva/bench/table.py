@@ -86,7 +86,7 @@ class Table:
             for place in places:
                 width = self.width(place, console.width) if tight else None
                 figures: dict[str, Any] = {"justify": "right", "width": width}
-                table.add_column(escape(self.columns[place]), **(figures if place else {}))
+                table.add_column(escape(self.columns[place]), **(figures if place else {"overflow": "fold"}))
             for row in self.rows:
                 table.add_row(*(escape(row[place]) for place in places))
             console.print(table)

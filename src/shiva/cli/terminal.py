@@ -47,7 +47,7 @@ def explain(error: Exception) -> int:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         mend = "make room and run the same command again" if full else "pass another path"
         text = f"{error.filename or 'a file'}: {error.strerror}; {mend}"
-    elif type(error).__name__ == "OutOfMemoryError":  # of torch, which is not imported for this
+    elif type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text:  # torch's, on GPU and CPU
         less = "a smaller image or batch, in training sampling.micro_batch: 1 or compute.gradient_checkpointing: true"
         text = f"{'. '.join(text.split('. ')[:2])}; do less at once: {less}"
     elif type(error).__module__.startswith("yaml."):

@@ -239,10 +239,12 @@ def read_candidates(methods: str) -> Candidates:
         return _read_file(Path(methods))
     found = {DENSE: Candidate()}
     for name in filter(None, methods.split(",")):
-        if Path(name).is_dir():
+        method, _, preset = name.partition(":")
+        if name == DENSE:
+            continue
+        if (Path(name) / CONFIG_FILE).is_file() or (Path(name).is_dir() and plain(method) not in methods_by_name()):
             found[name] = Candidate(checkpoint=name)
-        elif name != DENSE:
-            method, _, preset = name.partition(":")
+        else:
             found[name] = Candidate(method=method, preset=preset or "official")
     return Candidates(found)
 

@@ -126,9 +126,9 @@ class Run:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What the folder knows of its images and tables; empty before the first."""
-        path = self.folder / "run.json"
-        holds = (found for made in ("images/*/*/*.png", "tables/*.json") for found in self.folder.glob(made))
+        """What the folder knows of its images, tables and frontier; empty before the first."""
+        path, results = self.folder / "run.json", ("images/*/*/*.png", "tables/*.json", "frontier.json")
+        holds = (found for made in results for found in self.folder.glob(made))
         if not path.is_file() or next(holds, None) is None:
             return {}
         try:

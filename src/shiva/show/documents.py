@@ -246,10 +246,14 @@ def opened(file: Path, folder: Path) -> Any:
 def command(folder: Path, run: Mapping[str, Any]) -> str:
     """What makes an evaluation's images."""
     settings, seeds = run["settings"], ",".join(map(str, run["seeds"]))
-    how = f"--limit {len(run['prompts'])} --seeds {seeds} --output {folder}"
-    how = f"--steps {settings['steps']} --guidance {settings['guidance']:g} {how}"
-    if (folder / "frontier.json").is_file():
-        return f"shiva frontier {settings['model']} --prompts FILE {how}"
+    how = f"--steps {settings['steps']} --guidance {settings['guidance']:g}"
+    how += f" --limit {len(run['prompts'])} --seeds {seeds}"
+    for option, usual in (("batch", 1), ("height", None), ("width", None), ("dtype", "float32")):
+        if settings.get(option, usual) != usual:
+            how += f" --{option} {settings[option]}"
+    if (folder / "frontier.json").is_file():  # whose methods and budgets are not told: what is recorded stays
+        return f"shiva frontier {settings['model']} --prompts FILE {how} --output outputs/frontier/{folder.name}"
+    how += f" --output {folder}"
     recipe = Path("recipes/eval") / f"{Path(settings['model']).name}.yaml"
     methods = f"--methods {recipe}" if recipe.is_file() else "--methods FILE --prompts FILE"
     stems = {path.stem.partition("-")[0] for path in (folder / "tables").glob("*.json")}
