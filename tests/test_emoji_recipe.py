@@ -35,7 +35,7 @@ from recipes.emoji.flow import (
 )
 from recipes.emoji.optim import Optimizers, orthogonalize
 from recipes.emoji.placeholder import load_without_t5
-from recipes.emoji.score import beside_the_true, generate, score_images
+from recipes.emoji.score import asked_otherwise, beside_the_true, generate, score_images
 from recipes.emoji.sitting import Clock, add_arguments, load_state, rate_factor, save_state, sit, update_ema
 from recipes.emoji.towers import make_text_tower
 from recipes.emoji.vision import distort, make_vision_tower
@@ -374,6 +374,16 @@ def test_scores_of_generated_images(folder: Path) -> None:
     torch.testing.assert_close(images, again, atol=1e-2, rtol=0)
     result = score_images(images, data, rows, score, None)
     assert 0 <= result["top1"] <= result["top5"] <= 1
+
+
+def test_a_paraphrase_asks_for_its_label_in_other_words() -> None:
+    data = load_data()
+    rows = range(len(data.labels))
+    asked = [asked_otherwise(data, row) for row in rows]
+    assert asked == [asked_otherwise(data, row) for row in rows]
+    for row, words in enumerate(asked):
+        assert data.labels[row].lower().rstrip("y") in words
+    assert sum(words != data.labels[row].lower() for row, words in enumerate(asked)) > len(asked) // 2
 
 
 def test_a_grid_has_what_was_drawn_below_the_true_pictures() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 from transformers import ResNetForImageClassification
 
 from recipes.emoji.autoencoder import psnr
+from recipes.emoji.captions import paraphrases_of
 from recipes.emoji.common import EmojiData, load_data, parquet, save_grid, state_folder, to_unit, write_json
 from recipes.emoji.placeholder import load_without_t5
 from reproduce.metrics.distances import frechet_distance, kernel_distance, retrieval
@@ -39,6 +41,15 @@ def pick_labels(data: EmojiData, split: str, count: int) -> Tensor:
     if count <= 0 or count >= len(rows):
         return rows
     return rows[torch.linspace(0, len(rows) - 1, count).round().long()]
+
+
+def bare(data: EmojiData, row: int) -> str:
+    return data.labels[row].lower()
+
+
+def asked_otherwise(data: EmojiData, row: int) -> str:
+    """A label as a visitor may ask for it, with an article, in the plural or as a serving: always the same one."""
+    return paraphrases_of(data.labels[row], data.groups[row], [], 1, random.Random(row))[0]
 
 
 def generate(
@@ -127,6 +138,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--state", help="folder of checkpoints, for the training curve")
     parser.add_argument("--name", default="transformer", help="name of the training run inside the state folder")
     parser.add_argument("--count", type=int, default=0, help="labels of each split to draw; 0: all")
+    parser.add_argument("--paraphrased", action="store_true", help="ask for labels in articles, plurals and servings")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -150,6 +162,7 @@ def main() -> None:
         "model": options.model.name,
         "size": [pipe.transformer.config.sample_size * pipe.vae_scale_factor] * 2,
         "training": json.loads((options.model / "manifest.json").read_text())["training"],
+        "paraphrased": options.paraphrased,
         "steps": options.steps,
         "guidance": options.guidance,
         "seed": options.seed,
@@ -162,7 +175,8 @@ def main() -> None:
     }
     for split in ("train", "validation"):
         rows, start = pick_labels(data, split, options.count), time.monotonic()
-        prompts = [data.labels[row].lower() for row in rows.tolist()]
+        words = asked_otherwise if options.paraphrased else bare
+        prompts = [words(data, row) for row in rows.tolist()]
         images = generate(pipe, prompts, options.steps, options.guidance, seed=options.seed)
         seconds = (time.monotonic() - start) / len(rows)
         result[split] = {**score_images(images, data, rows, score, features), "seconds_per_image": seconds}

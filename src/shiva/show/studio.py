@@ -197,7 +197,7 @@ class Studio:
     @property
     def example(self) -> str:
         """A prompt that the pipeline takes."""
-        return "0" if has_classes(self.pipe) else "red apple"
+        return "0" if has_classes(self.pipe) else "tulip"
 
     def _warm_up(self) -> None:
         draw(self.pipe, [self.example], 0, [0], WARM, self.guidance, **self.arguments)
