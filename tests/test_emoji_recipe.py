@@ -417,8 +417,12 @@ def test_card_shows_the_measured_figures() -> None:
     assert "| retrieval, top 1 of 1 563 | 50.0% | 50.0% | 100.0% |" in card
     turbo = {**scores, "model": "emoji-128-turbo", "size": [128, 128], "steps": 4, "guidance": 0.0}
     base = {**scores, "model": "emoji-128", "steps": 16}
-    card = render(turbo, [base])
+    distance = {"efficientnet_lite0_frechet_distance": 12.0}
+    few = {**base, "paraphrased": True, "train": {**part, **distance, "images": 4}}
+    card = render(turbo, [base, {**base, "steps": 8, "train": {**part, **distance}}, few])
     assert "num_inference_steps=4, guidance_scale=0" in card
     assert "results/emoji/train-128-turbo.png" in card
     assert "| emoji-128-turbo, 4 steps, guidance 0 | 50.0% | 75.0% | – |" in card
     assert "| emoji-128, 16 steps, guidance 3 | 50.0% | 75.0% | – |" in card
+    assert "| emoji-128, 8 steps, guidance 3 | 50.0% | 75.0% | 12.00 |" in card
+    assert "guidance 3, asked for in other words (4 labels) | 50.0% | 75.0% | – |" in card

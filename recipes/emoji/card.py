@@ -109,11 +109,16 @@ def compare(others: Sequence[dict[str, Any]]) -> str:
     """A table of the same scores on training labels for other models and numbers of steps; nothing without any."""
     if not others:
         return ""
-    shown = ROWS[:2] + ROWS[3:4]
+    shown, count = ROWS[:2] + ROWS[3:4], others[0]["train"]["images"]
     lines = ["", f"| training labels | {' | '.join(title for title, _, _ in shown)} |", f"|---|{'---|' * len(shown)}"]
     for other in others:
-        cells = " | ".join(cell(other["train"], key, form) for _, key, form in shown)
-        lines.append(f"| {other['model']}, {other['steps']} steps, guidance {other['guidance']:g} | {cells} |")
+        found = dict(other["train"])
+        how = f"{other['model']}, {other['steps']} steps, guidance {other['guidance']:g}"
+        how += ", asked for in other words" if other.get("paraphrased") else ""
+        if found["images"] != count:
+            how += f" ({found['images']} labels)"
+            found.pop(ROWS[3][1], None)  # comparable at equal counts alone
+        lines.append(f"| {how} | {' | '.join(cell(found, key, form) for _, key, form in shown)} |")
     return "\n".join([*lines, ""])
 
 
