@@ -180,9 +180,10 @@ def main() -> None:
         images = generate(pipe, prompts, options.steps, options.guidance, seed=options.seed)
         seconds = (time.monotonic() - start) / len(rows)
         result[split] = {**score_images(images, data, rows, score, features), "seconds_per_image": seconds}
-        stem = Path(options.file).stem.replace("scores", split)
-        drawn = ((images + 1) * 127.5).round().to(torch.uint8)
-        save_grid(beside_the_true(data.images[rows], drawn), options.out / f"{stem}.png", COLUMNS)
+        if split == "train":  # the card shows it
+            stem = Path(options.file).stem.replace("scores", split)
+            drawn = ((images + 1) * 127.5).round().to(torch.uint8)
+            save_grid(beside_the_true(data.images[rows], drawn), options.out / f"{stem}.png", COLUMNS)
         print(split, json.dumps(result[split], indent=1), flush=True)
     write_json(options.out / options.file, result)
     curve_file = state_folder(options.state) / f"{options.name}-curve.json"
