@@ -34,13 +34,13 @@ from recipes.emoji.flow import (
     start_gently,
 )
 from recipes.emoji.optim import Optimizers, orthogonalize
-from recipes.emoji.placeholder import load_without_t5
 from recipes.emoji.score import asked_otherwise, beside_the_true, generate, score_images
 from recipes.emoji.sitting import Clock, add_arguments, load_state, rate_factor, save_state, sit, update_ema
 from recipes.emoji.towers import make_text_tower
 from recipes.emoji.vision import distort, make_vision_tower
 from reproduce.metrics.distances import frechet_distance, kernel_distance, retrieval
 from reproduce.metrics.text import TextImageScore
+from shiva.evaluate.drawing import load_with_arguments
 
 
 def tiny_run(channels: int = 4) -> tuple:
@@ -366,7 +366,7 @@ def test_distort_keeps_white_white_and_is_seeded() -> None:
 def test_scores_of_generated_images(folder: Path) -> None:
     from transformers import ResNetForImageClassification
 
-    data, pipe = load_data(), load_without_t5(folder)
+    data, (pipe, _) = load_data(), load_with_arguments(folder)
     score = TextImageScore(pipe, ResNetForImageClassification.from_pretrained(folder / "score"), data.labels)
     rows = data.rows("validation")[:3]
     images = generate(pipe, [data.labels[r] for r in rows.tolist()], steps=1, guidance=2.0, batch=2)

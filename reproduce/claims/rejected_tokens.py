@@ -37,7 +37,7 @@ from reproduce.claims.rejected_grid import (
     short_runs,
     whole_step,
 )
-from shiva.evaluate.drawing import load_pipeline
+from shiva.evaluate.drawing import WITHOUT_T5, load_pipeline
 from shiva.evaluate.prompts import read_prompts
 
 KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
@@ -74,7 +74,7 @@ def run(
 ) -> Result:
     if quick:
         keeps, prompts, seeds, steps, short, timed = (0.6,), 2, 1, 6, (4,), ()
-    pipe = load_pipeline(model, without=("text_encoder_3", "tokenizer_3"))
+    pipe = load_pipeline(model, without=WITHOUT_T5)
     setting = Setting(model, read_prompts(LABELS).limited(prompts), tuple(range(seeds)), guidance, state)
     runner = Runner(pipe, setting)
     ours = selectors(checkpoint, aged, keeps, steps) if "selectors" in parts else []
