@@ -21,7 +21,7 @@ from recipes.emoji import data as emoji_data
 from recipes.emoji.assemble import assemble, load_pipeline, verify
 from recipes.emoji.autoencoder import make_autoencoder, psnr, save_folder
 from recipes.emoji.captions import build_tokenizer, captions_of, own_tags, paraphrases_of
-from recipes.emoji.common import load_data, parquet, write_atomic
+from recipes.emoji.common import load_data, parquet
 from recipes.emoji.conditioning import TextEncoder
 from recipes.emoji.flow import (
     flow_loss,
@@ -122,19 +122,6 @@ def test_split_and_hash_do_not_depend_on_row_order() -> None:
 def test_missing_data_says_how_to_build_it(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"recipes\.emoji\.data"):
         load_data(tmp_path / "nothing.parquet")
-
-
-def test_write_atomic_leaves_no_half_file(tmp_path: Path) -> None:
-    target = tmp_path / "file.txt"
-    target.write_text("old")
-
-    def fail(path: Path) -> None:
-        path.write_text("half")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        write_atomic(target, fail)
-    assert target.read_text() == "old"
 
 
 def test_a_sitting_that_is_stopped_while_it_probes_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
