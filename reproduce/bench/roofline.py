@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from reproduce.paper import BENCHED
 from shiva.bench.entries import Attached, Entry, shiva_entry
 from shiva.bench.shapes import Shape
 from shiva.bench.table import Table
+from shiva.cost import tensor_bytes
 
 STEPS = 50
 PAPER_MS = {name: row.latency for name, row in BENCHED.items()}
@@ -97,10 +96,6 @@ class Attention(TorchFunctionMode):
             Kernel("attention", float(flops), tensor_bytes((query, key, value)) + tensor_bytes(result))
         )
         return result
-
-
-def tensor_bytes(values: Any) -> float:
-    return float(sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)))
 
 
 def kernels_of(call: Callable[[], Any]) -> list[Kernel]:
