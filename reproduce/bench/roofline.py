@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from reproduce.paper import BENCHED
-from shiva.bench.entries import Attached, Entry, shiva_entry
+from shiva.bench.entries import Entry, meta_step, shiva_entry
 from shiva.bench.shapes import Shape
 from shiva.bench.table import Table
 from shiva.cost import tensor_bytes
@@ -105,15 +105,6 @@ def kernels_of(call: Callable[[], Any]) -> list[Kernel]:
     return traffic.kernels
 
 
-def step_kernels(shape: Shape, entry: Entry | None, dtype: torch.dtype = torch.float16) -> list[Kernel]:
-    """The operators of one step, counted on the meta device."""
-    model, call = shape.build("meta", dtype), shape.call("meta", dtype)
-    if entry is None:
-        return kernels_of(lambda: model(**call))
-    attached = Attached(entry, model, call, cfg=shape.cfg)
-    return kernels_of(attached.prepare())
-
-
 @dataclass(frozen=True)
 class Prediction:
     """An image of 50 steps on one device."""
@@ -150,7 +141,7 @@ def fit_efficiency(kernels: list[Kernel], device: Device, seconds: float) -> flo
 def predict(shape: Shape, budgets: tuple[float, ...] = (0.9, 0.8, 0.7, 0.6)) -> tuple[list[Prediction], float]:
     """Images on each device, dense and at the budgets; and the share of peak that the dense image implies."""
     entries: dict[str, Entry | None] = {"dense": None, **{f"shiva {b:g}": shiva_entry(b) for b in budgets}}
-    steps = {name: step_kernels(shape, entry) for name, entry in entries.items()}
+    steps = {name: kernels_of(meta_step(shape, entry, torch.float16)) for name, entry in entries.items()}
     efficiency = fit_efficiency(steps["dense"], DEVICES[0], PAPER_MS["dense"] / 1e3 / STEPS)
     predictions = []
     for device in DEVICES:
