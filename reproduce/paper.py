@@ -41,6 +41,13 @@ MAIN = {
     "Shiva-70%": PaperRow(15.74, 0.9466, 31.16, 0.4871, 7.38, 5603.5, 1.37, 37.5),
     "Shiva-60%": PaperRow(16.42, 0.9974, 31.35, 0.4952, 6.96, 4989.0, 1.54, 41.0),
 }
+BASELINES = ("ToMeSD", "ToFu", "SDTM", "ToMA", "IBTM", "NeuralSort", "DiffCR", "DyDiT", "SparseDiT")
+BENCHED = {
+    "dense": MAIN["Vanilla"],
+    **{f"shiva {keep}": MAIN[f"Shiva-{keep:.0%}"] for keep in (0.9, 0.8, 0.7, 0.6)},
+    **{name.lower(): MAIN[name] for name in BASELINES},
+}
+"""Rows by the names that `shiva bench` has for them."""
 
 CATEGORIES = {
     "logo": (207, -0.708, 0.025, -0.073),

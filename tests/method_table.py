@@ -85,7 +85,7 @@ METHODS: dict[str, Row] = {
         kept=half_at("attention", "cross_attention", layers=range(1, 3)),
     ),
     "sdtm": Row(
-        on=shiva.SDTM.preset("merge_only", ratio=0.3, round_to=1),
+        on=shiva.SDTM.preset("paper", ratio=0.3, round_to=1),
         off=shiva.SDTM(ratio=0.0, deviation=0.0),
         kept=whole_windows,
     ),

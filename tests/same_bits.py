@@ -104,11 +104,9 @@ CASES: dict[str, Case] = {
     "tomesd-guided-shared": Case(shiva.ToMeSD(guidance="shared"), guided=True),
     "tomesd-round": Case(shiva.ToMeSD(ratio=0.3, sx=4, round_to=8, seed=3)),
     "tofu-everywhere": Case(shiva.ToFu(sites=("attention", "ffn"), switch=0.25)),
-    "sdtm-release": Case(shiva.SDTM.preset("release", round_to=1, steps=4)),
-    "sdtm-release-guided-shared": Case(
-        shiva.SDTM.preset("release", round_to=1, steps=4, guidance="shared"), guided=True
-    ),
-    "sdtm-details": Case(shiva.SDTM.preset("merge_only", round_to=1, switch=0.02)),
+    "sdtm-release": Case(shiva.SDTM(round_to=1, steps=4)),
+    "sdtm-release-guided-shared": Case(shiva.SDTM(round_to=1, steps=4, guidance="shared"), guided=True),
+    "sdtm-details": Case(shiva.SDTM.preset("paper", round_to=1, switch=0.02)),
     "toma-every-step": Case(shiva.ToMA(skip=1, every=1, scale=20.0, site="block")),
     "toma-selects-every-other-step": Case(shiva.ToMA(skip=0, every=1, select_every=2, scale=20.0, site="block")),
     "toma-assigns-every-other-step": Case(

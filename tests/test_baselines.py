@@ -166,7 +166,7 @@ def test_a_guided_pipeline_runs_and_runs_again_alike(method: str, backbone: str)
 COMPILED: dict[str, tuple[MethodConfig, int]] = {
     "tomesd": (AT_WORK["tomesd"], 1),
     "tofu": (AT_WORK["tofu"], 1),
-    "sdtm": (shiva.SDTM.preset("merge_only", deviation=0.0, round_to=1), 2),  # its counter begins, and goes on
+    "sdtm": (shiva.SDTM.preset("paper", deviation=0.0, round_to=1), 2),  # its counter begins, and goes on
     "toma": (shiva.ToMA(skip=1, every=1, select_every=2), 2),  # destinations are made, or reused
     "ibtm": (shiva.IBTM(layers=(0, 1), merge_from=0.5, steps=4), 3),  # partition, prune, merge
     "neuralsort": (shiva.NeuralSort(keep=0.5), 1),

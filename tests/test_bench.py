@@ -41,8 +41,8 @@ from shiva.bench import shapes
 from shiva.bench.entries import (
     Attached,
     Entry,
-    count_step,
     learned_shape,
+    meta_step,
     official_presets,
     shiva_entry,
     typical_row,
@@ -52,6 +52,7 @@ from shiva.bench.step import flops_table, measure_flops, measure_step, step_tabl
 from shiva.bench.table import Table, publish
 from shiva.cli import app
 from shiva.compiled import GraphRunner, use_graphs
+from shiva.core.cost import count
 from shiva.show.figures import draw_step
 
 from tiny import BACKBONES, make_flux, make_sd3
@@ -233,7 +234,7 @@ def test_a_pipelines_folder_is_a_shape(family: str, tmp_path: Path) -> None:
     pipe.transformer.save_pretrained(tmp_path / "mine" / "transformer")
     chosen = replace(shape(str(tmp_path / "mine"), batch=2), height=64, width=64)
     assert chosen.build("meta").config.num_layers == pipe.transformer.config.num_layers
-    assert count_step(chosen, shiva_entry(0.5)).true < count_step(chosen, None).true
+    assert count(meta_step(chosen, shiva_entry(0.5))).true < count(meta_step(chosen, None)).true
 
 
 # -- train ----------------------------------------------------------------------------------------------

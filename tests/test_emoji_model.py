@@ -12,10 +12,10 @@ from transformers import ResNetForImageClassification
 
 from recipes.emoji.assemble import LIMIT, verify
 from recipes.emoji.common import load_data
-from recipes.emoji.placeholder import load_without_t5
 from recipes.emoji.score import autoencoder_psnr, generate
 from reproduce.metrics.distances import retrieval
 from reproduce.metrics.text import TextImageScore
+from shiva.evaluate.drawing import load_with_arguments
 
 MODEL = Path(__file__).parents[1] / "models" / "emoji"
 pytestmark = pytest.mark.skipif(not (MODEL / "model_index.json").exists(), reason="models/emoji is not committed yet")
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not (MODEL / "model_index.json").exists(), reaso
 
 @pytest.fixture(scope="module")
 def pipe() -> StableDiffusion3Pipeline:
-    return load_without_t5(MODEL)
+    return load_with_arguments(MODEL)[0]
 
 
 def test_files_are_whole_and_small() -> None:

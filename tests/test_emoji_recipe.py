@@ -21,7 +21,7 @@ from recipes.emoji import data as emoji_data
 from recipes.emoji.assemble import assemble, load_pipeline, verify
 from recipes.emoji.autoencoder import make_autoencoder, psnr, save_folder
 from recipes.emoji.captions import build_tokenizer, captions_of, own_tags, paraphrases_of
-from recipes.emoji.common import load_data, parquet, write_atomic
+from recipes.emoji.common import load_data, parquet
 from recipes.emoji.conditioning import TextEncoder
 from recipes.emoji.flow import (
     flow_loss,
@@ -34,13 +34,13 @@ from recipes.emoji.flow import (
     start_gently,
 )
 from recipes.emoji.optim import Optimizers, orthogonalize
-from recipes.emoji.placeholder import load_without_t5
 from recipes.emoji.score import asked_otherwise, beside_the_true, generate, score_images
 from recipes.emoji.sitting import Clock, add_arguments, load_state, rate_factor, save_state, sit, update_ema
 from recipes.emoji.towers import make_text_tower
 from recipes.emoji.vision import distort, make_vision_tower
 from reproduce.metrics.distances import frechet_distance, kernel_distance, retrieval
 from reproduce.metrics.text import TextImageScore
+from shiva.evaluate.drawing import load_with_arguments
 
 
 def tiny_run(channels: int = 4) -> tuple:
@@ -122,19 +122,6 @@ def test_split_and_hash_do_not_depend_on_row_order() -> None:
 def test_missing_data_says_how_to_build_it(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"recipes\.emoji\.data"):
         load_data(tmp_path / "nothing.parquet")
-
-
-def test_write_atomic_leaves_no_half_file(tmp_path: Path) -> None:
-    target = tmp_path / "file.txt"
-    target.write_text("old")
-
-    def fail(path: Path) -> None:
-        path.write_text("half")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        write_atomic(target, fail)
-    assert target.read_text() == "old"
 
 
 def test_a_sitting_that_is_stopped_while_it_probes_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +353,7 @@ def test_distort_keeps_white_white_and_is_seeded() -> None:
 def test_scores_of_generated_images(folder: Path) -> None:
     from transformers import ResNetForImageClassification
 
-    data, pipe = load_data(), load_without_t5(folder)
+    data, (pipe, _) = load_data(), load_with_arguments(folder)
     score = TextImageScore(pipe, ResNetForImageClassification.from_pretrained(folder / "score"), data.labels)
     rows = data.rows("validation")[:3]
     images = generate(pipe, [data.labels[r] for r in rows.tolist()], steps=1, guidance=2.0, batch=2)

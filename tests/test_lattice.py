@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shiva.methods.scores import Shape, lattice_ranks, lattice_scores, with_bonus
+from shiva.methods.scores import lattice_ranks, lattice_scores, with_bonus
 from shiva.ops.fill import distances
+from shiva.ops.shortcut import Shape
 from shiva.ops.topk import hard_topk
 
 SHAPES = [(1, 16, 16), (1, 33, 47), (1, 7, 64), (5, 9, 14)]

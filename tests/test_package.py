@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from shiva.evaluate.checkout import CHECKPOINTS
+
 REPOSITORY = Path(__file__).parent.parent
 SDIST_LIMIT = 2_000_000
 
@@ -50,6 +52,9 @@ def test_the_source_is_small_and_the_wheel_is_typed_and_licensed(built: Path) ->
     (models,) = built.glob("shiva_dit_models-*.whl")
     inside = zipfile.ZipFile(models).namelist()
     assert "shiva_dit_models/emoji/model_index.json" in inside
+    shown = {folder for of in CHECKPOINTS.values() for folder in of.values()}
+    methods = {name.removesuffix("/shiva.safetensors") for name in inside if name.endswith("/shiva.safetensors")}
+    assert methods == {f"shiva_dit_models/{folder}" for folder in shown}
     assert {Path(name).name for name in inside if "/licenses/" in name} == {
         "LICENSE",
         "LICENSE-emojibase.txt",

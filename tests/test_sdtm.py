@@ -121,7 +121,7 @@ def test_protecting_every_step_is_dense() -> None:
 
 def test_tokens_left_alone_lose_their_priority() -> None:
     model = make_sd3()
-    session, timesteps = sampled(model, shiva.SDTM.preset("merge_only", round_to=1), 4)
+    session, timesteps = sampled(model, shiva.SDTM.preset("paper", round_to=1), 4)
     with session:
         output(model, call_sd3(2, 8, 8, timesteps[0]))
         assert session.ctx is not None
@@ -168,7 +168,7 @@ def sdtm_kept(config: shiva.SDTM, step: int, steps: int, kind: str, tokens: int)
 
 @pytest.mark.slow
 def test_paper_flops_of_sdtm_over_its_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = shiva.SDTM.preset("merge_only")
+    config = shiva.SDTM.preset("paper")
     assert isinstance(config, shiva.SDTM)
     summary, _ = medium().records(config, (0, 30), monkeypatch)
 

@@ -1,20 +1,21 @@
-"""Puts the checkout's models into the wheel: those of the demo and the server, not the other methods' checkpoints."""
+"""Puts the checkout's models into the wheel: those that the demo and the server look up, and no others."""
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-MODELS = Path("..", "..", "models")
-SHOWN = ("emoji*", "shiva*", "lattice*", "turbo", "README.md")
-
 
 class Models(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        root = (Path(self.root) / MODELS).resolve()
+        checkout = Path(self.root).resolve().parents[1]
+        root = checkout / "models"
         if not (root / "emoji").is_dir():
             raise FileNotFoundError(f"{root} has no models; build this package in a checkout of Shiva, as a wheel")
-        found = [path for pattern in SHOWN for path in sorted(root.glob(pattern))]
-        build_data["force_include"] |= {str(path): f"shiva_dit_models/{path.name}" for path in found}
+        known = runpy.run_path(str(checkout / "src" / "shiva" / "evaluate" / "checkout.py"))
+        checkpoints = {folder for of in known["CHECKPOINTS"].values() for folder in of.values()}
+        shown = sorted({*known["TURBO"], *checkpoints, "README.md"})
+        build_data["force_include"] |= {str(root / name): f"shiva_dit_models/{name}" for name in shown}

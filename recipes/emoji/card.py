@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.emoji.common import write_atomic
+from shiva.checkpoint import write_atomically
 
 CARD = """---
 library_name: diffusers
@@ -166,7 +166,7 @@ def main() -> None:
             " run `python -m recipes.emoji.score` again"
         )
     text = render(scores, [json.loads(path.read_text()) for path in options.beside])
-    write_atomic(options.model / "README.md", lambda path: path.write_text(text))
+    write_atomically(options.model / "README.md", text.encode())
 
 
 if __name__ == "__main__":

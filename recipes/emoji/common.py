@@ -1,11 +1,10 @@
-"""What every step of the recipe shares: where state lives, atomic files, the data set in memory."""
+"""What every step of the recipe shares: where state lives, its files, the data set in memory."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+
+from shiva.checkpoint import write_atomically, write_image
 
 HERE = Path(__file__).parent
 SIZES = (64, 128)
@@ -34,18 +35,8 @@ def state_folder(state: str | None = None) -> Path:
     return root
 
 
-def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a temporary file, flush it to disk, then rename it over `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    write(temporary)
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 def write_json(path: Path, content: Any) -> None:
-    write_atomic(path, lambda p: p.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n"))
+    write_atomically(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 @dataclass(frozen=True)
@@ -99,4 +90,4 @@ def save_grid(images: Tensor, path: Path, columns: int) -> None:
     sheet[:count] = images
     sheet = sheet.reshape(rows, columns, 3, height, width).permute(0, 3, 1, 4, 2)
     array = sheet.reshape(rows * height, columns * width, 3).numpy()
-    write_atomic(path, lambda p: Image.fromarray(array).save(p))
+    write_image(path, Image.fromarray(array))

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from recipes.emoji.common import SIZES, parquet, state_folder, write_atomic
+from recipes.emoji.common import SIZES, parquet, state_folder
+from shiva.checkpoint import write_atomically
 
 ART, CAPTIONS, OFFICIAL = "@lobehub/fluent-emoji-3d@1.1.0", "emojibase-data@17.0.0", "fluentui-emoji-js@1.2.1"
 STYLE = "fluent-3d"
@@ -181,7 +182,9 @@ def write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
         "core": datasets.Value("bool"),
     }
     table = datasets.Dataset.from_dict(columns, features=datasets.Features(features))
-    write_atomic(path, lambda p: table.to_parquet(str(p)))
+    buffer = io.BytesIO()
+    table.to_parquet(buffer)
+    write_atomically(path, buffer.getvalue())
 
 
 def read_parquet(path: Path) -> list[dict[str, Any]]:
@@ -201,14 +204,16 @@ def write_contact_sheet(rows: list[dict[str, Any]], path: Path, side: int = 20, 
         tile = Image.new("RGB", (side, side), "red" if row["split"] == "validation" else "white")
         tile.paste(Image.fromarray(row["pixels"]).resize((side - 2, side - 2), Image.Resampling.BOX), (1, 1))
         sheet.paste(tile, (index % columns * side, index // columns * side))
-    write_atomic(path, lambda p: sheet.quantize(128).save(p, optimize=True))
+    buffer = io.BytesIO()
+    sheet.quantize(128).save(buffer, "PNG", optimize=True)
+    write_atomically(path, buffer.getvalue())
 
 
 def write_licences(cache: Path, folder: Path) -> None:
     microsoft = read_members(fetch(OFFICIAL, cache), ["LICENSE"])["LICENSE"]
     emojibase = read_members(fetch(CAPTIONS, cache), ["LICENSE"])["LICENSE"]
-    write_atomic(folder / "LICENSE-fluentui-emoji.txt", lambda p: p.write_bytes(microsoft))
-    write_atomic(folder / "LICENSE-emojibase.txt", lambda p: p.write_bytes(emojibase))
+    write_atomically(folder / "LICENSE-fluentui-emoji.txt", microsoft)
+    write_atomically(folder / "LICENSE-emojibase.txt", emojibase)
 
 
 def main() -> None:

@@ -3,16 +3,14 @@
 The model has no T5, but StableDiffusion3Pipeline.from_pretrained refuses a folder without `text_encoder_3`. So the
 folder holds a T5EncoderModel of no layers whose last norm is zero, and a tokenizer that reads nothing: together they
 give exactly the `max_sequence_length` zero tokens (256 by default) that the pipeline itself makes when T5 is None.
-Only with `text_encoder_3=None, tokenizer_3=None`, as below, does it accept `max_sequence_length=0`: 16 text tokens,
-the form the model is mostly trained on, and the one in which image tokens are the bulk of the work.
+Only with `text_encoder_3=None, tokenizer_3=None`, as `load_with_arguments` of shiva.evaluate.drawing loads it, does it
+accept `max_sequence_length=0`: 16 text tokens, the form the model is mostly trained on, and the one in which image
+tokens are the bulk of the work.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
-from diffusers import StableDiffusion3Pipeline
 from tokenizers import Regex, Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
@@ -30,10 +28,3 @@ def make_silent_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", model_max_length=512
     )
-
-
-def load_without_t5(folder: Path) -> StableDiffusion3Pipeline:
-    """The pipeline that takes `max_sequence_length=0`."""
-    pipe = StableDiffusion3Pipeline.from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe

@@ -25,10 +25,10 @@ from transformers import ResNetForImageClassification
 from recipes.emoji.autoencoder import psnr
 from recipes.emoji.captions import paraphrases_of
 from recipes.emoji.common import EmojiData, load_data, parquet, save_grid, state_folder, to_unit, write_json
-from recipes.emoji.placeholder import load_without_t5
 from reproduce.metrics.distances import frechet_distance, kernel_distance, retrieval
 from reproduce.metrics.text import SIDE, TextImageScore
 from shiva.bench.table import environment
+from shiva.evaluate.drawing import load_with_arguments
 from shiva.evaluate.metrics import resized
 
 COLUMNS = 16
@@ -150,7 +150,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
-    pipe = load_without_t5(options.model)
+    pipe, _ = load_with_arguments(options.model)
     data = load_data(parquet(pipe.transformer.config.sample_size * pipe.vae_scale_factor))
     vision = ResNetForImageClassification.from_pretrained(options.model / "score")
     score, features = TextImageScore(pipe, vision, data.labels), None
@@ -180,9 +180,10 @@ def main() -> None:
         images = generate(pipe, prompts, options.steps, options.guidance, seed=options.seed)
         seconds = (time.monotonic() - start) / len(rows)
         result[split] = {**score_images(images, data, rows, score, features), "seconds_per_image": seconds}
-        stem = Path(options.file).stem.replace("scores", split)
-        drawn = ((images + 1) * 127.5).round().to(torch.uint8)
-        save_grid(beside_the_true(data.images[rows], drawn), options.out / f"{stem}.png", COLUMNS)
+        if split == "train":  # the card shows it
+            stem = Path(options.file).stem.replace("scores", split)
+            drawn = ((images + 1) * 127.5).round().to(torch.uint8)
+            save_grid(beside_the_true(data.images[rows], drawn), options.out / f"{stem}.png", COLUMNS)
         print(split, json.dumps(result[split], indent=1), flush=True)
     write_json(options.out / options.file, result)
     curve_file = state_folder(options.state) / f"{options.name}-curve.json"

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from diffusers import SD3Transformer2DModel
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
-from recipes.emoji.common import write_atomic, write_json
+from recipes.emoji.common import write_json
 from recipes.emoji.optim import Optimizers
+from shiva.checkpoint import write_atomically
 
 WARM_UP = 100
 """Steps over which the rate rises."""
@@ -70,7 +71,7 @@ def save_state(
     tensors |= {f"optimizer.{k}": v.contiguous() for k, v in optimizers.tensors().items()}
     tensors["generator"] = generator.get_state()
     metadata = {"clock": json.dumps(asdict(clock)), "config": json.dumps(dict(model.config))}
-    write_atomic(path, lambda p: save_file(tensors, p, metadata=metadata))
+    write_atomically(path, save(tensors, metadata=metadata))
 
 
 def part_of(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

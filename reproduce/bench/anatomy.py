@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from reproduce.paper import MAIN
 from shiva.backbones.base import backbone_of
-from shiva.bench.entries import Attached, Entry, interleave, synchronize, twin
+from shiva.bench.entries import Attached, Entry, interleave, meta_step, synchronize, twin
 from shiva.bench.shapes import Shape
 from shiva.bench.step import DENSE
 from shiva.bench.table import Table
@@ -30,7 +31,6 @@ STAGES = {
 }
 COMPUTE = {"attention": "attention", "ffn": "FFN"}
 PAPER_STEPS = 50
-PAPER_DENSE_MS = 7659.9
 PAPER_STAGES = {
     "lookup": 1.5,
     "router": 78.4,
@@ -39,7 +39,7 @@ PAPER_STAGES = {
     "rope": 13.0,
     "scatter": 50.7,
 }
-"""Milliseconds an image of Shiva-60% (table phase_breakdown); its dense image takes 7659.9."""
+"""Milliseconds an image of Shiva-60% (table phase_breakdown)."""
 PAPER_TOTAL = 209.6
 
 
@@ -122,17 +122,9 @@ def measure_anatomy(
         stages = {kind: 1e3 * spent / taken for kind, spent in clocks[name].seconds.items()}
         if name in running:
             stages |= running[name].overhead()
-        results.append(Anatomy(name, 1e3 * timing.median, stages, operators(shape, entries.get(name))))
+        operators = count_operators(meta_step(shape, entries.get(name)))
+        results.append(Anatomy(name, 1e3 * timing.median, stages, operators))
     return results
-
-
-def operators(shape: Shape, entry: Entry | None) -> int:
-    """Operators of a step, counted on the meta device."""
-    model, call = shape.build("meta"), shape.call("meta")
-    if entry is None:
-        return count_operators(lambda: model(**call))
-    attached = Attached(entry, model, call, shape.cfg)
-    return count_operators(attached.prepare())
 
 
 def anatomy_table(shape: Shape, results: list[Anatomy]) -> Table:
@@ -163,4 +155,4 @@ def anatomy_table(shape: Shape, results: list[Anatomy]) -> Table:
 def _paper(milliseconds: float | None) -> str:
     if milliseconds is None:
         return ""
-    return f"{milliseconds / PAPER_STEPS:.2f} ms a step, {milliseconds / PAPER_DENSE_MS:.2%}"
+    return f"{milliseconds / PAPER_STEPS:.2f} ms a step, {milliseconds / MAIN['Vanilla'].latency:.2%}"

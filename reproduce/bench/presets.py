@@ -9,19 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from reproduce.paper import BENCHED
 from shiva.bench.entries import Entry
 from shiva.bench.shapes import Shape
 from shiva.core.method import Method, MethodConfig
 from shiva.methods import IBTM, SDTM, Dense, DiffCR, DyDiT, NeuralSort, Shiva, SparseDiT, ToFu, ToMA, ToMeSD
 
-SPEEDUPS = {"dense": 1.0, "shiva 0.9": 1.09, "shiva 0.8": 1.25, "shiva 0.7": 1.37, "shiva 0.6": 1.54}
-SPEEDUPS |= {"tomesd": 1.04, "tofu": 1.05, "sdtm": 1.07, "toma": 1.03, "ibtm": 1.02}
-SPEEDUPS |= {"neuralsort": 1.20, "diffcr": 1.14, "dydit": 1.17, "sparsedit": 1.24}
-"""Of an image (table main_results)."""
-TFLOPS = {"dense": 11.80, "tomesd": 8.98, "tofu": 8.98, "sdtm": 8.83, "toma": 8.23, "ibtm": 10.18}
-TFLOPS |= {"neuralsort": 9.47, "diffcr": 9.93, "sparsedit": 8.95}
-TFLOPS |= {"shiva 0.9": 10.19, "shiva 0.8": 8.92, "shiva 0.7": 7.38, "shiva 0.6": 6.96}
-"""Of a step (table main_results)."""
+SPEEDUPS = {name: row.speedup for name, row in BENCHED.items()}
+"""Of an image."""
+TFLOPS = {name: row.tflops for name, row in BENCHED.items()}
+"""Of a step."""
 DYDIT_FFN_KEEP = 0.36
 """The share of FFN tokens at which SD3-Medium takes the paper's 9.42 of 11.80 TFLOPs (its convention)."""
 

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from shiva.bench.entries import Attached, Entry, shiva_entry
+from reproduce.paper import BENCHED
+from shiva.bench.entries import Entry, meta_step, shiva_entry
 from shiva.bench.shapes import Shape
 from shiva.bench.table import Table
+from shiva.cost import tensor_bytes
 
 STEPS = 50
-PAPER_MS = {"dense": 7659.9, "shiva 0.9": 6996.2, "shiva 0.8": 6112.6, "shiva 0.7": 5603.5, "shiva 0.6": 4989.0}
-"""An image of 50 steps with SD3-Medium at 1024x1024 on an RTX 4090 (table main_results)."""
+PAPER_MS = {name: row.latency for name, row in BENCHED.items()}
+"""An image of 50 steps with SD3-Medium at 1024x1024 on an RTX 4090."""
 
 
 @dataclass(frozen=True)
@@ -98,24 +98,11 @@ class Attention(TorchFunctionMode):
         return result
 
 
-def tensor_bytes(values: Any) -> float:
-    return float(sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)))
-
-
 def kernels_of(call: Callable[[], Any]) -> list[Kernel]:
     traffic = Traffic()
     with torch.no_grad(), traffic, Attention(traffic):
         call()
     return traffic.kernels
-
-
-def step_kernels(shape: Shape, entry: Entry | None, dtype: torch.dtype = torch.float16) -> list[Kernel]:
-    """The operators of one step, counted on the meta device."""
-    model, call = shape.build("meta", dtype), shape.call("meta", dtype)
-    if entry is None:
-        return kernels_of(lambda: model(**call))
-    attached = Attached(entry, model, call, cfg=shape.cfg)
-    return kernels_of(attached.prepare())
 
 
 @dataclass(frozen=True)
@@ -154,7 +141,7 @@ def fit_efficiency(kernels: list[Kernel], device: Device, seconds: float) -> flo
 def predict(shape: Shape, budgets: tuple[float, ...] = (0.9, 0.8, 0.7, 0.6)) -> tuple[list[Prediction], float]:
     """Images on each device, dense and at the budgets; and the share of peak that the dense image implies."""
     entries: dict[str, Entry | None] = {"dense": None, **{f"shiva {b:g}": shiva_entry(b) for b in budgets}}
-    steps = {name: step_kernels(shape, entry) for name, entry in entries.items()}
+    steps = {name: kernels_of(meta_step(shape, entry, torch.float16)) for name, entry in entries.items()}
     efficiency = fit_efficiency(steps["dense"], DEVICES[0], PAPER_MS["dense"] / 1e3 / STEPS)
     predictions = []
     for device in DEVICES:

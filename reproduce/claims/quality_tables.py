@@ -18,6 +18,7 @@ from pathlib import Path
 
 from reproduce.claims.common import FIRST, Claim, Result, judge, main, ordered, weakest
 from reproduce.claims.tables import RESULTS, Reading, Tables, beyond, listed, load
+from reproduce.paper import BASELINES, MAIN
 
 LARGE = ("main", "transfer", "ratio", "categories")
 PROMPTS = {"emoji": 64, "emoji-128": 32}
@@ -26,9 +27,8 @@ SMALL = ("seeds", "heldout")
 """On 16 prompts."""
 ALSO = {"emoji": ("matched-61.6", "int8"), "emoji-128": ("int8",)}
 """Of the large ones, what was run on some models alone."""
-POINTS = {"Shiva 90": 12.15, "Shiva 80": 13.83, "Shiva 70": 15.74, "Shiva 60": 16.42}
+POINTS = {f"Shiva {budget}": MAIN[f"Shiva-{budget}%"].fid for budget in (90, 80, 70, 60)}
 """With the paper's FID."""
-BASELINES = ("ToMeSD", "ToFu", "SDTM", "ToMA", "IBTM", "NeuralSort", "DiffCR", "DyDiT", "SparseDiT")
 HELD_OUT = "held-out prompts"
 
 
@@ -85,7 +85,7 @@ def below_vanilla(t: Tables) -> Claim:
     found = [quality[point]["frechet"] for point in POINTS]
     return Claim(
         "all four points have a lower FID than the unpruned model",
-        f"{listed(list(POINTS.values()), '.2f')} against 16.86",
+        f"{listed(list(POINTS.values()), '.2f')} against {MAIN['Vanilla'].fid}",
         f"Fréchet {listed(found, '.0f')} against {quality['dense']['frechet']:.0f}",
         judge(False, max(found) < quality["dense"]["frechet"]),
         "In the paper fine-tuning alone brings FID to 13.22; here, on images that the base model has learned from, "

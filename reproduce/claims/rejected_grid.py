@@ -245,7 +245,7 @@ def others(steps: int) -> list[Point]:
     """Merging methods, SDTM with its own cache."""
     points = [Point("ToMeSD", 1 - r, Candidate(shiva.ToMeSD(ratio=r)), steps) for r in (0.25, 0.5)]
     points += [Point("ToMA", 1 - r, Candidate(shiva.ToMA(ratio=r, skip=1)), steps) for r in (0.25, 0.5)]
-    return [*points, Point("SDTM, release", None, Candidate(shiva.SDTM.preset("release")), steps)]
+    return [*points, Point("SDTM, release", None, Candidate(shiva.SDTM()), steps)]
 
 
 def fewer_steps(steps: int) -> list[Point]:

@@ -20,6 +20,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ from reproduce.claims.rejected_grid import (
     short_runs,
     whole_step,
 )
-from shiva.evaluate.drawing import load_pipeline
+from shiva.evaluate.drawing import WITHOUT_T5, load_pipeline
+from shiva.evaluate.frontier import pareto
 from shiva.evaluate.prompts import read_prompts
 
 KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
@@ -74,7 +76,7 @@ def run(
 ) -> Result:
     if quick:
         keeps, prompts, seeds, steps, short, timed = (0.6,), 2, 1, 6, (4,), ()
-    pipe = load_pipeline(model, without=("text_encoder_3", "tokenizer_3"))
+    pipe = load_pipeline(model, without=WITHOUT_T5)
     setting = Setting(model, read_prompts(LABELS).limited(prompts), tuple(range(seeds)), guidance, state)
     runner = Runner(pipe, setting)
     ours = selectors(checkpoint, aged, keeps, steps) if "selectors" in parts else []
@@ -101,23 +103,13 @@ def run(
         "points": measured,
         "short": lengths,
         "refused": refused,
-        "front": pareto(measured),
+        "front": [p["name"] for p in pareto(measured, itemgetter("flops_share"), itemgetter("psnr"))],
     }
     sentence = (
         f"{prompts} prompts of all groups, {seeds} seeds, {steps} steps, guidance {guidance:g}; PSNR to dense is "
         "closeness, not quality."
     )
     return Result("rejected_tokens", "What a rejected token gets", tuple(claims(measured, lengths, sentence)), details)
-
-
-def pareto(points: Sequence[dict[str, Any]]) -> list[str]:
-    """Names of the candidates that no other beats in both FLOPs and PSNR, by FLOPs."""
-    front, best = [], float("-inf")
-    for point in sorted(points, key=lambda p: (p["flops_share"], -p["psnr"])):
-        if point["psnr"] > best:
-            front.append(point["name"])
-            best = point["psnr"]
-    return front
 
 
 def best_within(points: Sequence[dict[str, Any]], series: str, flops: float) -> dict[str, Any] | None:

@@ -18,10 +18,11 @@ from typing import Any
 
 from reproduce.claims.common import Claim, Result, judge, main
 from reproduce.claims.tables import RESULTS, Reading, Tables, listed, load, near, rows
+from reproduce.paper import BENCHED
 
 NAMES = ("step", "step-flux", "step-pixart", "anatomy", "compile", "compose-sd3", "scale")
 BUDGETS = (0.9, 0.8, 0.7, 0.6)
-SPEEDUPS = (1.09, 1.25, 1.37, 1.54)
+SPEEDUPS = [BENCHED[f"shiva {budget}"].speedup for budget in BUDGETS]
 ARCHITECTURES = {"step-flux": ("Flux", 1.25, 0.240), "step-pixart": ("PixArt", 1.12, 0.172)}
 """The paper's speed-up, and the share of FLOPs that it saves."""
 

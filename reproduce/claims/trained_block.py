@@ -31,6 +31,7 @@ from shiva.backbones.base import backbone_of
 from shiva.core.context import StepContext, normalized_distance
 from shiva.core.method import BackboneSpec, Method, MethodConfig, Place
 from shiva.core.reduction import Reduction
+from shiva.evaluate.drawing import WITHOUT_T5, load_pipeline
 from shiva.ops.topk import token_count
 
 PROMPTS = (
@@ -131,12 +132,7 @@ def one_draw(task: TrainedBlock, seed: int, tokens: int | None = None) -> dict[s
 
 
 def load(model: Path) -> Any:
-    from diffusers import StableDiffusion3Pipeline
-
-    if not (model / "model_index.json").exists():
-        raise FileNotFoundError(f"{model} holds no pipeline; pass --model")
-    pipe = StableDiffusion3Pipeline.from_pretrained(model, text_encoder_3=None, tokenizer_3=None)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = load_pipeline(model, without=WITHOUT_T5)
     pipe.transformer.requires_grad_(False)
     return pipe
 

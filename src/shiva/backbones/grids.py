@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shiva.backbones.base import Call
 from shiva.core.layout import Layout, Scattered
-
-Call = dict[str, Any]
 
 
 @dataclass(frozen=True)

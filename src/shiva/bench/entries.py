@@ -17,7 +17,7 @@ import shiva
 from shiva.api import attach
 from shiva.backbones import backbone_of
 from shiva.bench.shapes import Shape
-from shiva.core.cost import Flops, count, total
+from shiva.core.cost import Flops, total
 from shiva.core.method import Method, MethodConfig
 from shiva.cost import StepRecord, tensor_bytes
 from shiva.methods import Shiva, ShivaMethod
@@ -208,9 +208,9 @@ def new_run(call: dict[str, Any], latents: str = "hidden_states") -> dict[str, A
     return {**call, latents: [part.clone() for part in given] if isinstance(given, list) else given.clone()}
 
 
-def count_step(shape: Shape, entry: Entry | None) -> Flops:
-    """FLOPs of a step, the method's own included, on the meta device."""
-    transformer, call = shape.build("meta"), shape.call("meta")
+def meta_step(shape: Shape, entry: Entry | None, dtype: torch.dtype = torch.float32) -> Callable[[], Any]:
+    """A step on the meta device, dense or with a method: what it would run is counted there, the method's included."""
+    transformer, call = shape.build("meta", dtype), shape.call("meta", dtype)
     if entry is None:
-        return count(lambda: transformer(**call))
-    return count(Attached(entry, transformer, call, shape.cfg).prepare())
+        return lambda: transformer(**call)
+    return Attached(entry, transformer, call, shape.cfg).prepare()

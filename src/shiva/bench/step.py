@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shiva.api import attach
-from shiva.bench.entries import Attached, Entry, count_step, interleave, twin
+from shiva.bench.entries import Attached, Entry, interleave, meta_step, twin
 from shiva.bench.shapes import Shape
 from shiva.bench.table import Table
 from shiva.core.cost import Flops, count, total
@@ -84,7 +84,7 @@ def measure_step(
         timings = interleave(
             turns, rounds, warmup, progress, whole=lambda name: name in running and running[name].whole
         )
-    dense = count_step(shape, None)
+    dense = count(meta_step(shape, None))
     results = []
     for name, timing in timings.items():
         flops = dense
@@ -110,7 +110,7 @@ def flops_of(shape: Shape, entry: Entry, attached: Attached, rounds: int) -> Flo
     """Of the steps that were timed: counted on the meta device, or by prices where earlier steps matter."""
     if attached.step is not None:
         return attached.price(rounds)
-    return count_step(shape, entry) if attached.session.method.static else count(attached.prepare())
+    return count(meta_step(shape, entry) if attached.session.method.static else attached.prepare())
 
 
 def step_table(shape: Shape, results: list[StepResult], skipped: list[Skipped], how: str) -> Table:

@@ -18,9 +18,7 @@ def generate(
     prompts: Annotated[list[str], typer.Argument(help="One or more prompts; for DiT, classes by number or name")],
     checkpoint: Annotated[str | None, typer.Option(help="Folder or hub id of a trained or fitted checkpoint")] = None,
     method: Annotated[str | None, typer.Option(help="A method by its name, e.g. ToMeSD; see docs/methods.md")] = None,
-    preset: Annotated[
-        str, typer.Option(help="The method's preset: official, paper, or one of its own, as SDTM's merge_only")
-    ] = "official",
+    preset: Annotated[str, typer.Option(help="The method's preset: official, paper, or one of its own")] = "official",
     budget: Annotated[
         float | None, typer.Option(help="Mean share of tokens computed, of methods that have one")
     ] = None,

@@ -107,6 +107,9 @@ def check_device(name: str) -> str:
 # -- loading ---------------------------------------------------------------------------------------------
 
 
+WITHOUT_T5 = ("text_encoder_3", "tokenizer_3")
+
+
 def load_pipeline(model: str | Path, dtype: str = "float32", without: Sequence[str] = ()) -> Any:
     """A diffusers pipeline from a folder or hub id, some components left out; an error says what to do."""
     options.choice("dtype", dtype, DTYPES)
@@ -138,7 +141,7 @@ def hints(model: str | Path, candidates: Candidates | None = None) -> tuple[tupl
     arguments: dict[str, Any] = {}
     config = Path(model) / "text_encoder_3" / "config.json"
     if config.is_file() and json.loads(config.read_bytes()).get("num_layers") == 0:
-        without, arguments = ("text_encoder_3", "tokenizer_3"), {"max_sequence_length": 0}
+        without, arguments = WITHOUT_T5, {"max_sequence_length": 0}
     if candidates is None:
         return without, arguments
     return tuple(candidates.without) or without, {**arguments, **candidates.arguments}

@@ -19,6 +19,7 @@ from shiva.core.options import Size
 from shiva.methods.fills import Fill, FillRun, key_of
 from shiva.ops import seeded
 from shiva.ops.networks import RouterBank, Signal, group_size
+from shiva.ops.shortcut import Shape
 
 
 def full_precision(device: torch.device, training: bool) -> contextlib.AbstractContextManager[object]:
@@ -232,9 +233,6 @@ class Router(Score):
 #
 # Ordered dither (Bayer, 1973) numbers a grid so that the first k numbers, for every k, lie evenly. Turned by the
 # golden ratio from layer to layer, no token waits long.
-
-Shape = tuple[int, int, int]
-"""Frames, rows and columns of the image tokens; an image has one frame."""
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 

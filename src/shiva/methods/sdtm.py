@@ -28,8 +28,6 @@ from shiva.ops.merging import (
     unmerge,
 )
 
-MERGE_ONLY = {"ratio": 0.25, "cache_weight": 1.0, "protect_every": None}
-
 
 @dataclass(frozen=True)
 class SDTM(MethodConfig):
@@ -59,7 +57,7 @@ class SDTM(MethodConfig):
     """Seed of the random destinations."""
 
     steps_differ: ClassVar = True
-    presets: ClassVar = {"release": {}, "merge_only": MERGE_ONLY, "paper": MERGE_ONLY}
+    presets: ClassVar = {"paper": {"ratio": 0.25, "cache_weight": 1.0, "protect_every": None}}
 
     def __post_init__(self) -> None:
         super().__post_init__()
