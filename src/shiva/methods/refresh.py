@@ -161,7 +161,6 @@ class Refresh(RefreshOptions):
     tilt: float = 2.0
 
     fixed: ClassVar = frozenset({"dense", "hidden"})
-    presets: ClassVar = {"paper": {}}
 
     def build(self, spec: BackboneSpec) -> RefreshMethod:
         check_layers("dense", (self.dense,), spec)
@@ -243,8 +242,6 @@ class RAS(RefreshOptions):
     starvation: NotNegative = 0.1
     """How much each step of waiting raises a token's score, as a power of e."""
     guidance: Literal["max", "shared"] = "shared"
-
-    presets: ClassVar = {"paper": {}}
 
     def build(self, spec: BackboneSpec) -> RASMethod:
         return RASMethod(self, spec)

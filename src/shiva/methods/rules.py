@@ -47,8 +47,6 @@ class Sweep(PrunerOptions, CountOptions):
     attends: Attends = "auto"
     tilt: float = 2.0
 
-    presets: ClassVar = {"paper": {}}
-
     def build(self, spec: BackboneSpec) -> RuledPruner:
         return RuledPruner(self, spec, scores.Band())
 
@@ -62,6 +60,8 @@ class Ranked(PrunerOptions, CountOptions):
     models, departure (where the picture departs from its reference)."""
     seed: Whole = 0
     """Of the random scores."""
+
+    presets: ClassVar = {}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,8 +90,6 @@ class Lattice(PrunerOptions, CountOptions):
     """Share of what the regression missed of a token at the step before that its estimate begins with."""
     steady: Share = 0.7
     """In the last span, share of the estimate that is what the token was there at the step before."""
-
-    presets: ClassVar = {"paper": {}}
 
     def build(self, spec: BackboneSpec) -> LatticeMethod:
         return LatticeMethod(self, spec)
@@ -122,8 +120,6 @@ class DiffSparse(CountOptions, PrunerOptions):
     age: float = 0.5
     """Bonus of each step a token has waited, in deviations of the scores."""
 
-    presets: ClassVar = {"paper": {}}
-
     def build(self, spec: BackboneSpec) -> DiffSparseMethod:
         return DiffSparseMethod(self, spec, scores.Update())
 
@@ -142,8 +138,6 @@ class Dense(MethodConfig):
     Trained through the common loop it is plain fine-tuning: the same adapter on the same images, at dense cost. Its
     checkpoint attaches like any other.
     """
-
-    presets: ClassVar = {"paper": {}}
 
     def build(self, spec: BackboneSpec) -> DenseMethod:
         return DenseMethod(self, spec)
