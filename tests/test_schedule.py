@@ -158,7 +158,7 @@ def test_routers_are_shared_as_asked(sharing: str, groups: int) -> None:
     bank = RouterBank(8, 6, 4, layers=7, sharing=sharing)
     assert len(bank.routers) == groups
     x, time, prompt = torch.randn(2, 5, 8), torch.randn(2, 6), torch.randn(2, 4)
-    scores = [bank(x, time, prompt, layer) for layer in range(7)]
+    scores = [bank(x, time, prompt, layer, {}) for layer in range(7)]
     assert all(s.shape == (2, 5) for s in scores)
     assert all(not torch.equal(scores[i], scores[i + 1]) for i in range(6)), "the layer embedding tells them apart"
 

@@ -119,7 +119,7 @@ class RouterBank(nn.Module):
         time: Tensor | None,
         prompt: Tensor | None,
         layer: int,
-        known: dict[int, Tensor] | None = None,
+        known: dict[int, Tensor],
         age: Tensor | None = None,
     ) -> Tensor:
         """Scores (B, N) of tokens x (B, N, D) at a layer; `known` keeps contexts for the layers after it.
@@ -128,8 +128,6 @@ class RouterBank(nn.Module):
         """
         group, member = divmod(layer, self.size)
         router: Any = self.routers[group]
-        if known is None:
-            return router(x, time, prompt, member, age)
         if group not in known:
             known[group] = router.contexts(time, prompt)
         return router.scores(x, known[group], member, age)
