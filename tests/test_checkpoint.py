@@ -695,6 +695,7 @@ def test_a_checkpoint_that_keeps_everything_says_that_its_adapter_stays(caplog: 
         assert not caplog.records
         session.set_budget(1.0)
         assert "adapter stays in the weights" in caplog.text
+        assert "detach() for the pipeline as it was" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, "shiva"), shiva.attach(model, checkpoint, budget=1.0):
         assert len(caplog.records) == 1

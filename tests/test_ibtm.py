@@ -153,18 +153,3 @@ def test_paper_flops_of_ibtm_with_its_first_step_dense(monkeypatch: pytest.Monke
     first, other = map(tera, summary.step_flops())
     assert first == pytest.approx(11.80, abs=0.005)
     assert (first + 49 * other) / 50 == pytest.approx(10.18, abs=0.02)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: shiva.IBTM(merge_from=4), "merge_from=4 is above 1; pass a share"),
-        (lambda: shiva.IBTM(layers=(5, 2)), "pass \\(first, last\\)"),
-        (lambda: shiva.IBTM(pool=0.0), "pool=0.0 is not above 0"),
-        (lambda: shiva.attach(make_sd3(), shiva.IBTM()), "layers=\\(7, 20\\) ends behind the last of the 4 layers"),
-        (lambda: shiva.attach(make_sd3(), ibtm(), cfg="none"), "compares the two predictions of guidance"),
-    ],
-)
-def test_a_bad_option_is_named_with_its_fix(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()

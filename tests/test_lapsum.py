@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -82,15 +79,3 @@ def test_lapsum_blocks_hand_their_gradient_to_the_ratio() -> None:
             session.call(BACKBONES["sd3"].call(2, 8, 8), explore=Exploration(ratio=0.25))
         assert session.stats[-1].kept["transformer_blocks.2"] == 16
         assert method.losses(session.ctx) == {}
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: shiva.LapSum(alpha=-1.0), r"alpha=-1\.0 is not above 0"),
-        (lambda: shiva.LapSum(dense=(9,)).build(SPEC), "names layer 9"),
-    ],
-)
-def test_a_bad_option_is_named_with_its_fix(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -252,7 +252,7 @@ def test_a_probe_learns_what_the_look_tells() -> None:
     totals = [2 * seen * (1 + seen[..., :1].abs()) for seen in looks]
     waits = Moves.of(looks, totals, [0.9, 0.7, 0.5, 0.3, 0.1], generator)
     assert waits.age.unique().tolist() == [0, 1, 2, 3]
-    fitted, alone = regress(Probe(), waits, waits, 300, generator, size=512)
+    fitted, alone = regress(Probe(), waits, waits, 300, generator)
     assert fitted > alone
     assert fitted > 0.7
 

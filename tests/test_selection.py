@@ -17,6 +17,7 @@ from shiva.ops.topk import (
     inclusion,
     input_gated,
     output_gated,
+    ridge_fit,
     select_tokens,
     token_count,
 )
@@ -136,10 +137,10 @@ def test_guesses_are_what_they_say() -> None:
     inputs, full = torch.randn(2, 40, D, dtype=torch.float64), torch.randn(2, 60, D, dtype=torch.float64)
     linear = torch.randn(D, D, dtype=torch.float64)
     updates = inputs @ linear + 3.0
-    ridge = guess_updates("ridge", updates, inputs, full, None, ridge=1e-9)
+    ridge = ridge_fit(inputs, updates, full, 1e-9)
     torch.testing.assert_close(ridge, full @ linear + 3.0, rtol=1e-3, atol=1e-3)
-    few = guess_updates("ridge", updates[:, :5], inputs[:, :5], full, None, ridge=1.0)
-    larger = guess_updates("ridge", updates[:, :5], 10 * inputs[:, :5], 10 * full, None, ridge=1.0)
+    few = ridge_fit(inputs[:, :5], updates[:, :5], full, 1.0)
+    larger = ridge_fit(10 * inputs[:, :5], updates[:, :5], 10 * full, 1.0)
     torch.testing.assert_close(larger, few, rtol=1e-4, atol=1e-4)  # its strength is a share of the inputs' power
     mean = guess_updates("mean", updates, inputs, full, None)
     torch.testing.assert_close(mean[:, 7], updates.mean(dim=1))

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
@@ -51,15 +48,3 @@ def test_tofu_that_only_averages_is_tomesd() -> None:
 def test_tofu_switches_at_its_depth() -> None:
     method = shiva.ToFu().build(replace(SPEC, layers=4))
     assert [method.combine(layer) for layer in range(4)] == ["prune", "prune", "mlerp", "mlerp"]
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: shiva.ToFu(switch=2.0), "switch=2.0 is above 1"),
-        (lambda: shiva.ToFu(rule="prune"), "rule='prune' is unknown"),
-    ],
-)
-def test_a_bad_option_is_named_with_its_fix(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()

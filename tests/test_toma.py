@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -162,16 +161,3 @@ def test_paper_flops_of_toma_with_its_merge_products(monkeypatch: pytest.MonkeyP
     summary, counted = medium().records(shiva.ToMA.preset("paper"), (0,), monkeypatch)
     assert tera(counted[0]) == pytest.approx(8.22, abs=0.03)
     assert tera(summary.flops) == pytest.approx(8.20, abs=0.01)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: shiva.ToMA(scale=0.0), "scale=0.0 is not above 0"),
-        (lambda: shiva.ToMA(site="ffn"), "site='ffn' is unknown"),
-        (lambda: shiva.ToMA(skip=-1), "skip=-1 is not at least 0"),
-    ],
-)
-def test_a_bad_option_is_named_with_its_fix(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -105,20 +102,3 @@ def test_paper_flops_of_merging_in_every_attention(
     assert tera(summary.dense) == pytest.approx(11.80, abs=0.005)
     assert tera(summary.flops) == pytest.approx(target, abs=0.02)
     assert tera(counted[0]) > tera(summary.flops), "the paper's column leaves the matching itself out"
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: shiva.ToMeSD(ratio=1.4), "ratio=1.4 is above 1"),
-        (lambda: shiva.ToMeSD(ratio=0.8), "ratio=0.8 is above 0.75, all tokens but one of each 2x2 cell"),
-        (lambda: shiva.ToMeSD(sites=("block",)), r"sites\[0\]='block' is unknown"),
-        (lambda: shiva.ToMeSD(sites=()), "names no sub-layer"),
-        (lambda: shiva.ToMeSD(sx=0), "sx=0 is not at least 1"),
-        (lambda: shiva.ToMeSD(guidance="max"), "guidance='max' is unknown"),
-        (lambda: shiva.attach(make_sd3(), shiva.ToMeSD(sites=("cross_attention",))), "widen its layers or sites"),
-    ],
-)
-def test_a_bad_option_is_named_with_its_fix(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()

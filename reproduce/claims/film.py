@@ -78,7 +78,7 @@ def flatness(policy: FiLMPolicy) -> float:
 @torch.no_grad()
 def factors(policy: FiLMPolicy) -> dict[str, float]:
     """Mean |1 + gamma|, mean |Phi_layer|, and their ratio: the two factors' gradients."""
-    gamma = policy.time_branch(sinusoidal(TIMES, policy.width))[:, 0]
+    gamma = policy.time_branch(sinusoidal(TIMES))[:, 0]
     scale, depth = (1 + gamma).abs().mean(), policy.layer_branch(policy.layer.weight).abs().mean()
     return {"1+gamma": float(scale), "layer": float(depth), "ratio": float(scale / depth)}
 

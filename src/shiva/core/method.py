@@ -180,8 +180,8 @@ class MethodConfig:
     A subclass is a frozen dataclass with one line of docstring per field, and builds its method.
     """
 
-    presets: ClassVar[dict[str, dict[str, Any]]] = {}
-    """Named sets of values beside `official`, which is the default everywhere."""
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": {}}
+    """Named sets of values beside `official`, which is the default everywhere; where none are named, so is `paper`."""
     fixed: ClassVar[frozenset[str]] = frozenset()
     """Fields that shape the weights or say how to train them; a trained checkpoint cannot change them."""
     knob: ClassVar[str | None] = None

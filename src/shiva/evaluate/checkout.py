@@ -20,7 +20,7 @@ BASE = ("emoji-128", "emoji")
 TURBO = ("emoji-128-turbo", *BASE)
 """The same for few steps, which the server opens with."""
 CHECKPOINTS = {
-    "emoji": {"Shiva": "shiva/60", "Shiva 80": "shiva/80", "Shiva 60": "shiva/60", "Lattice": "lattice"},
+    "emoji": {"Shiva": "shiva/60", "Lattice": "lattice"},
     "emoji-128": {"Lattice": "lattice-128"},
     "emoji-128-turbo": {"Shiva": "turbo/shiva", "Lattice": "turbo/lattice"},
 }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from torch import Tensor
+
 from shiva.core.context import StepContext
-from shiva.core.method import BackboneSpec, MethodConfig
+from shiva.core.method import BackboneSpec, MethodConfig, Trainable
 from shiva.core.options import Count, Ratio
 from shiva.ops.schedule import RatioSchedule
 
@@ -38,22 +40,19 @@ class CountOptions(MethodConfig):
         if self.budget is not None and self.flops is not None:
             raise ValueError(f"budget={self.budget} and flops={self.flops} exclude each other; pass one")
 
+    @property
+    def target(self) -> float:
+        """Mean keep of a table that was not learned."""
+        return DEFAULT if self.budget is None else self.budget
+
 
 class Table:
     """A schedule of ratios, brought to the budget at each run's own timesteps."""
 
     def __init__(self, config: CountOptions, spec: BackboneSpec, dense: Collection[int]):
-        self.config, self.spec = config, spec
-        self.schedule = RatioSchedule.flat(self.target, spec.layers, sorted(dense))
+        self.spec = spec
+        self.schedule = RatioSchedule.flat(config.target, spec.layers, sorted(dense))
         self._tables: dict[Hashable, list[list[int]]] = {}
-
-    @property
-    def target(self) -> float:
-        return DEFAULT if self.config.budget is None else self.config.budget
-
-    def turn(self, config: CountOptions) -> None:
-        self.config = config
-        self._tables.clear()
 
     def set(self, schedule: RatioSchedule) -> None:
         """Use another table, as a policy compiles to one."""
@@ -63,12 +62,16 @@ class Table:
         self._tables.clear()
 
     def __call__(
-        self, ctx: StepContext, timesteps: list[float] | None, dense_step: Callable[[int, StepContext], bool]
+        self,
+        config: CountOptions,
+        ctx: StepContext,
+        timesteps: list[float] | None,
+        dense_step: Callable[[int, StepContext], bool],
     ) -> tuple[int, ...]:
         """Tokens each layer keeps at this step; `dense_step` says which steps of the run see all tokens."""
-        key = (ctx.layout, ctx.first, None if timesteps is None else tuple(timesteps))
+        key = (config, ctx.layout, ctx.first, None if timesteps is None else tuple(timesteps))
         if key not in self._tables:
-            self._tables[key] = self._table(ctx, timesteps, dense_step)
+            self._tables[key] = self._table(config, ctx, timesteps, dense_step)
         table = self._tables[key]
         if timesteps is None and dense_step(ctx.step, ctx):
             return (ctx.tokens,) * self.spec.layers
@@ -76,6 +79,7 @@ class Table:
 
     def _table(
         self,
+        config: CountOptions,
         ctx: StepContext,
         timesteps: Sequence[float] | None,
         dense_step: Callable[[int, StepContext], bool],
@@ -83,35 +87,51 @@ class Table:
         """Counts for a run: the schedule at the timesteps of its reduced steps, brought to the budget there."""
         whole = [ctx.tokens] * self.spec.layers
         if timesteps is None:
-            return self._counts(self._at_budget(self.schedule, 0, 0, ctx), ctx.tokens)
+            return counts_of(at_budget(self.schedule, config, 0, 0, ctx), config, ctx.tokens)
         steps = range(ctx.first, len(timesteps))
         reduced = [step for step in steps if not dense_step(step, ctx)]
         table = [whole] * len(timesteps)
         if reduced:
-            schedule = self.schedule.resample([timesteps[step] for step in reduced]).tilted(self.config.tilt)
-            schedule = self._at_budget(schedule, len(steps), len(steps) - len(reduced), ctx)
-            for step, counts in zip(reduced, self._counts(schedule, ctx.tokens), strict=True):
+            schedule = self.schedule.resample([timesteps[step] for step in reduced]).tilted(config.tilt)
+            schedule = at_budget(schedule, config, len(steps), len(steps) - len(reduced), ctx)
+            for step, counts in zip(reduced, counts_of(schedule, config, ctx.tokens), strict=True):
                 table[step] = counts
         else:
             warnings.warn(
-                f"each of this run's steps ({len(steps)}) sees all tokens under {self.config}, so nothing is saved; "
+                f"each of this run's steps ({len(steps)}) sees all tokens under {config}, so nothing is saved; "
                 "take more steps, or pass fill='near', which needs no earlier step",
                 stacklevel=2,
             )
         return table
 
-    def _counts(self, schedule: RatioSchedule, tokens: int) -> list[list[int]]:
-        return schedule.bucket(self.config.bucket, tokens) if self.config.bucket else schedule.counts(tokens)
 
-    def _at_budget(self, schedule: RatioSchedule, steps: int, dense: int, ctx: StepContext) -> RatioSchedule:
-        """The schedule of the reduced steps, such that a run with some dense steps meets its target as a whole."""
-        if self.config.budget is not None:
-            return schedule.shift(left_over(self.config.budget, steps, dense))
-        if self.config.flops is not None:
-            cost = ctx.cost()
-            left = left_over(self.config.flops, steps, dense, schedule.lowest_share(cost))
-            return schedule.shift(flops=left, cost=cost)
-        return schedule
+class Learned(Trainable):
+    """A method whose table is learned, and saved with it."""
+
+    count: Table
+
+    def tables(self) -> dict[str, Tensor]:
+        return self.count.schedule.state()
+
+    def load_tables(self, tables: dict[str, Tensor]) -> None:
+        self.count.set(replace(RatioSchedule.from_state(tables), dense=self.count.schedule.dense))
+
+
+def counts_of(schedule: RatioSchedule, config: CountOptions, tokens: int) -> list[list[int]]:
+    return schedule.bucket(config.bucket, tokens) if config.bucket else schedule.counts(tokens)
+
+
+def at_budget(
+    schedule: RatioSchedule, config: CountOptions, steps: int, dense: int, ctx: StepContext
+) -> RatioSchedule:
+    """The schedule of the reduced steps, such that a run with some dense steps meets its target as a whole."""
+    if config.budget is not None:
+        return schedule.shift(left_over(config.budget, steps, dense))
+    if config.flops is not None:
+        cost = ctx.cost()
+        left = left_over(config.flops, steps, dense, schedule.lowest_share(cost))
+        return schedule.shift(flops=left, cost=cost)
+    return schedule
 
 
 def left_over(target: float, steps: int, dense: int, lowest: float = 0.0) -> float:

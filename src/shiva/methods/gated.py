@@ -118,7 +118,6 @@ class SoftTopK(GatedOptions):
     iterations: Count = 200
     """Rounds of Sinkhorn."""
 
-    presets: ClassVar = {"paper": {}}
     fixed: ClassVar = GatedOptions.fixed | {"epsilon", "solver", "iterations"}
 
     def build(self, spec: BackboneSpec) -> SoftTopKMethod:
@@ -146,7 +145,6 @@ class LapSum(GatedOptions):
     budget_weight: NotNegative = 10.0
     """Weight of the loss (mean keep - keep)^2."""
 
-    presets: ClassVar = {"paper": {}}
     fixed: ClassVar = GatedOptions.fixed | {"alpha", "budget_weight"}
 
     def build(self, spec: BackboneSpec) -> LapSumMethod:

@@ -36,7 +36,6 @@ class JiT(MethodConfig):
     """Deviation, in tokens, of the weights by which a token is lifted from those that ran."""
 
     steps_differ: ClassVar = True
-    presets: ClassVar = {"paper": {}}
 
     def __post_init__(self) -> None:
         super().__post_init__()

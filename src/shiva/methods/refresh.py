@@ -15,15 +15,14 @@ from torch import Tensor, nn
 
 from shiva.core.context import StepContext
 from shiva.core.layout import to_tokens, token_mask
-from shiva.core.method import BackboneSpec, Method, Place, Run, Trainable, unify_guidance
+from shiva.core.method import BackboneSpec, Method, Place, Run, unify_guidance
 from shiva.core.options import Count, NotNegative, Ratio, Whole
 from shiva.core.reduction import Reduction, Streams, select
-from shiva.methods.counts import CountOptions, Table
+from shiva.methods.counts import CountOptions, Learned, Table
 from shiva.methods.fills import CACHE_DTYPES, Key, check_layers, key_of, keys_of_all
 from shiva.methods.scores import Band, with_bonus
 from shiva.ops.fill import cached_updates, grow_older
 from shiva.ops.probe import FEATURES, Probe, look
-from shiva.ops.schedule import RatioSchedule
 from shiva.ops.topk import hard_topk
 
 
@@ -84,11 +83,7 @@ class Refresher(Method):
         return since < self.config.first or (self.config.reset is not None and since % self.config.reset == 0)
 
     def plan(self, ctx: StepContext, timesteps: list[float] | None) -> tuple[int, ...]:
-        return self.count(ctx, timesteps, self.dense_step)
-
-    def turn(self, config: RefreshOptions) -> None:
-        super().turn(config)
-        self.count.turn(config)
+        return self.count(self.config, ctx, timesteps, self.dense_step)
 
     @property
     def idle(self) -> bool:
@@ -166,14 +161,13 @@ class Refresh(RefreshOptions):
     tilt: float = 2.0
 
     fixed: ClassVar = frozenset({"dense", "hidden"})
-    presets: ClassVar = {"paper": {}}
 
     def build(self, spec: BackboneSpec) -> RefreshMethod:
         check_layers("dense", (self.dense,), spec)
         return RefreshMethod(self, spec)
 
 
-class RefreshMethod(Refresher, Trainable):
+class RefreshMethod(Refresher, Learned):
     """Holds the sum of updates."""
 
     untrained = "ranks by an unfitted probe: run `shiva fit --probe`, and attach the folder it writes"
@@ -184,12 +178,6 @@ class RefreshMethod(Refresher, Trainable):
         self.probe = Probe(config.hidden) if config.score == "probe" else None
         self.band = Band()
         self.eval()
-
-    def tables(self) -> dict[str, Tensor]:
-        return self.count.schedule.state()
-
-    def load_tables(self, tables: dict[str, Tensor]) -> None:
-        self.count.set(RatioSchedule.from_state(tables))
 
     def groups(self) -> dict[str, list[nn.Parameter]]:
         return {} if self.probe is None else {"router": list(self.probe.parameters())}
@@ -254,8 +242,6 @@ class RAS(RefreshOptions):
     starvation: NotNegative = 0.1
     """How much each step of waiting raises a token's score, as a power of e."""
     guidance: Literal["max", "shared"] = "shared"
-
-    presets: ClassVar = {"paper": {}}
 
     def build(self, spec: BackboneSpec) -> RASMethod:
         return RASMethod(self, spec)

@@ -52,7 +52,7 @@ class RoutedPruner(Pruner, Trainable):
         """Scores (B, N) with their gradient. Checkpointing runs a block twice: each pass makes its own context."""
         with ctx.phase("router"), full_precision(x.device, self.training):
             waited = age if "age" in self.config.signals else None
-            scores = self.routers(x, ctx.time_embedding, ctx.prompt, site.layer, None, waited)
+            scores = self.routers(x, ctx.time_embedding, ctx.prompt, site.layer, {}, waited)
         if ctx.trace is not None:
             ctx.trace.scores[ctx.step, site.layer] = scores.detach()
         return self.covered(scores, site, ctx)

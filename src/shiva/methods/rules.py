@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
@@ -12,10 +12,9 @@ from shiva.core.method import BackboneSpec, MethodConfig, Place, Trainable
 from shiva.core.options import Share, Whole
 from shiva.core.reduction import Reduction
 from shiva.methods import scores
-from shiva.methods.counts import CountOptions, Table
+from shiva.methods.counts import CountOptions, Learned, Table
 from shiva.methods.fills import FillName
 from shiva.methods.pruner import Attends, Pruner, PrunerOptions
-from shiva.ops.schedule import RatioSchedule
 
 OLDEST_FIRST = 1e3
 """Weight of age beside scores of unit deviation: large enough that age alone decides."""
@@ -24,18 +23,16 @@ OLDEST_FIRST = 1e3
 class RuledPruner(Pruner):
     """A score that needs no training, at the shares of a table."""
 
+    config: Any
+
     def __init__(self, config: Any, spec: BackboneSpec, score: scores.Score, oldest_first: bool = False):
         super().__init__(config, spec, tracks_age=oldest_first)
         self.count, self.score = Table(config, spec, config.dense), score
         if oldest_first:
             self.age_weight = OLDEST_FIRST
 
-    def turn(self, config: Any) -> None:
-        super().turn(config)
-        self.count.turn(config)
-
     def plan(self, ctx: StepContext, timesteps: list[float] | None) -> tuple[int, ...]:
-        return self.even(self.count(ctx, timesteps, self.fill.dense_step))
+        return self.even(self.count(self.config, ctx, timesteps, self.fill.dense_step))
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,6 @@ class Sweep(PrunerOptions, CountOptions):
     attends: Attends = "auto"
     tilt: float = 2.0
 
-    presets: ClassVar = {"paper": {}}
-
     def build(self, spec: BackboneSpec) -> RuledPruner:
         return RuledPruner(self, spec, scores.Band())
 
@@ -65,6 +60,8 @@ class Ranked(PrunerOptions, CountOptions):
     models, departure (where the picture departs from its reference)."""
     seed: Whole = 0
     """Of the random scores."""
+
+    presets: ClassVar = {}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,8 +90,6 @@ class Lattice(PrunerOptions, CountOptions):
     """Share of what the regression missed of a token at the step before that its estimate begins with."""
     steady: Share = 0.7
     """In the last span, share of the estimate that is what the token was there at the step before."""
-
-    presets: ClassVar = {"paper": {}}
 
     def build(self, spec: BackboneSpec) -> LatticeMethod:
         return LatticeMethod(self, spec)
@@ -125,20 +120,12 @@ class DiffSparse(CountOptions, PrunerOptions):
     age: float = 0.5
     """Bonus of each step a token has waited, in deviations of the scores."""
 
-    presets: ClassVar = {"paper": {}}
-
     def build(self, spec: BackboneSpec) -> DiffSparseMethod:
         return DiffSparseMethod(self, spec, scores.Update())
 
 
-class DiffSparseMethod(RuledPruner, Trainable):
+class DiffSparseMethod(RuledPruner, Learned):
     """A rule for which, a table for how many."""
-
-    def tables(self) -> dict[str, Tensor]:
-        return self.count.schedule.state()
-
-    def load_tables(self, tables: dict[str, Tensor]) -> None:
-        self.count.set(replace(RatioSchedule.from_state(tables), dense=frozenset(self.config.dense)))
 
     def groups(self) -> dict[str, list[nn.Parameter]]:
         return {}
@@ -151,8 +138,6 @@ class Dense(MethodConfig):
     Trained through the common loop it is plain fine-tuning: the same adapter on the same images, at dense cost. Its
     checkpoint attaches like any other.
     """
-
-    presets: ClassVar = {"paper": {}}
 
     def build(self, spec: BackboneSpec) -> DenseMethod:
         return DenseMethod(self, spec)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -15,7 +15,7 @@ from shiva.core.context import Exploration, StepContext
 from shiva.core.method import BackboneSpec, Place
 from shiva.core.options import NotNegative, Ratio
 from shiva.core.reduction import Reduction
-from shiva.methods.counts import CountOptions, Table
+from shiva.methods.counts import CountOptions, Learned, Table
 from shiva.methods.pruner import PrunerStep
 from shiva.methods.routed import RoutedOptions, RoutedPruner
 from shiva.methods.scores import full_precision
@@ -68,7 +68,7 @@ class ShivaStep(PrunerStep):
     mean_keep: Tensor | None = None  # (), of the reduced layers, with its gradient
 
 
-class ShivaMethod(RoutedPruner):
+class ShivaMethod(RoutedPruner, Learned):
     """Router, ratio policy and its compiled table at work."""
 
     config: Shiva
@@ -77,8 +77,8 @@ class ShivaMethod(RoutedPruner):
     def __init__(self, config: Shiva, spec: BackboneSpec):
         super().__init__(config, spec)
         self.count = Table(config, spec, config.dense)
-        self.policy = POLICIES[config.policy](spec.layers, self.count.target)
-        self.controller = BudgetController(self.count.target, config.beta, config.dual)
+        self.policy = POLICIES[config.policy](spec.layers, config.target)
+        self.controller = BudgetController(config.target, config.beta, config.dual)
         self.gates_inputs = config.estimator == "input"
         self.needs_updates |= config.estimator == "output" and config.guess == "teacher"
         self._logit_noise: Tensor | None = None
@@ -98,25 +98,15 @@ class ShivaMethod(RoutedPruner):
         self.count.set(schedule)
         self.config = options.replace(self.config, {"dense": sorted(schedule.dense)})
 
-    def tables(self) -> dict[str, Tensor]:
-        return self.schedule.state()
-
-    def load_tables(self, tables: dict[str, Tensor]) -> None:
-        self.set_schedule(replace(RatioSchedule.from_state(tables), dense=frozenset(self.config.dense)))
-
     def dense_layers(self) -> Collection[int]:
         return self.schedule.dense
-
-    def turn(self, config: Shiva) -> None:
-        super().turn(config)
-        self.count.turn(config)
 
     def plan(self, ctx: StepContext, timesteps: list[float] | None) -> tuple[int, ...]:
         if self.training:
             with full_precision(self.policy.anchor.device, self.training):
                 ctx.now.ratios = ratios = self.training_ratios(ctx)
             return self.even([token_count(r, ctx.tokens) for r in ratios.tolist()])
-        return self.even(self.count(ctx, timesteps, self.fill.dense_step))
+        return self.even(self.count(self.config, ctx, timesteps, self.fill.dense_step))
 
     # -- training ------------------------------------------------------------------------------------
 
@@ -169,14 +159,14 @@ class ShivaMethod(RoutedPruner):
 
     @contextlib.contextmanager
     def at_keep(self, keep: float) -> Iterator[None]:
-        config, schedule = self.count.config, self.schedule
-        self.count.config = options.replace(config, {"budget": None, "flops": None})
+        config, schedule = self.config, self.schedule
+        self.config = options.replace(config, {"budget": None, "flops": None})
         self.set_schedule(RatioSchedule.flat(keep, self.spec.layers, sorted(schedule.dense)))
         try:
             yield
         finally:
-            self.count.config = config
             self.set_schedule(schedule)
+            self.config = config
 
     def finish(self) -> None:
         """Compile the policy to the table."""

@@ -43,7 +43,6 @@ class ToCa(MethodConfig):
     """Whether the first guidance half chooses tokens for both, or each sample its own."""
 
     steps_differ: ClassVar = True
-    presets: ClassVar = {"paper": {}}
 
     def share(self, kind: str, layer: int, layers: int) -> float:
         """Share of tokens that a site runs between two whole steps."""

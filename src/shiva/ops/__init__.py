@@ -6,7 +6,7 @@ import torch
 
 
 def seeded(seed: int, *places: int) -> torch.Generator:
-    """The one way to make randomness: that of a place, such as a step, is the same for every sample and device."""
+    """A method's randomness: that of a place, such as a step, is the same for every sample and device."""
     for place in places:
         seed = seed * 1_000_003 + place
     return torch.Generator().manual_seed(seed % 2**63)

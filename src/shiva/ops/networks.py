@@ -119,7 +119,7 @@ class RouterBank(nn.Module):
         time: Tensor | None,
         prompt: Tensor | None,
         layer: int,
-        known: dict[int, Tensor] | None = None,
+        known: dict[int, Tensor],
         age: Tensor | None = None,
     ) -> Tensor:
         """Scores (B, N) of tokens x (B, N, D) at a layer; `known` keeps contexts for the layers after it.
@@ -128,8 +128,6 @@ class RouterBank(nn.Module):
         """
         group, member = divmod(layer, self.size)
         router: Any = self.routers[group]
-        if known is None:
-            return router(x, time, prompt, member, age)
         if group not in known:
             known[group] = router.contexts(time, prompt)
         return router.scores(x, known[group], member, age)
@@ -145,16 +143,16 @@ def perturb(scores: Tensor, sigma: float) -> Tensor:
 WIDTH = 256
 
 
-def sinusoidal(timesteps: Tensor, width: int = WIDTH) -> Tensor:
-    """Sinusoidal embedding (S, width) of timesteps (S,) in 0 to 1000, cosines first as in diffusers."""
-    half = width // 2
+def sinusoidal(timesteps: Tensor) -> Tensor:
+    """Sinusoidal embedding (S, WIDTH) of timesteps (S,) in 0 to 1000, cosines first as in diffusers."""
+    half = WIDTH // 2
     rates = torch.exp(-math.log(10000.0) * torch.arange(half, device=timesteps.device) / half)
     angles = timesteps.float()[:, None] * rates
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
-def branch(width: int, out: int = 1) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, out))
+def branch(out: int = 1) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, out))
 
 
 def logit(share: float) -> float:
@@ -167,12 +165,11 @@ class RatioPolicy(nn.Module):
     The last layer of each branch starts at zero, so training starts from the flat target ratio.
     """
 
-    def __init__(self, layers: int, target: float = 0.6, width: int = WIDTH):
+    def __init__(self, layers: int, target: float = 0.6):
         super().__init__()
-        self.width = width
-        self.layer = nn.Embedding(layers, width)
-        self.layer_branch = branch(width)
-        self.time_branch = branch(width)
+        self.layer = nn.Embedding(layers, WIDTH)
+        self.layer_branch = branch()
+        self.time_branch = branch()
         self.anchor = nn.Parameter(torch.tensor(logit(min(max(target, 1e-3), 1 - 1e-3))))
         for head in (self.layer_branch[-1], self.time_branch[-1]):
             assert isinstance(head, nn.Linear)
@@ -182,7 +179,7 @@ class RatioPolicy(nn.Module):
     def logits(self, timesteps: Tensor) -> Tensor:
         """Logits (S, L) of the keep ratio at timesteps (S,)."""
         depth = self.layer_branch(self.layer.weight).T  # (1, L)
-        trend = self.time_branch(sinusoidal(timesteps, self.width))  # (S, 1)
+        trend = self.time_branch(sinusoidal(timesteps))  # (S, 1)
         return trend + depth + self.anchor
 
     def forward(self, timesteps: Tensor) -> Tensor:
@@ -196,16 +193,16 @@ class FiLMPolicy(RatioPolicy):
     Scaling 1 + gamma by 1/c and layer(e_l) by c changes nothing: its factors are not identified.
     """
 
-    def __init__(self, layers: int, target: float = 0.6, width: int = WIDTH):
-        super().__init__(layers, target, width)
-        self.time_branch = branch(width, 2)
+    def __init__(self, layers: int, target: float = 0.6):
+        super().__init__(layers, target)
+        self.time_branch = branch(2)
         head = self.layer_branch[-1]
         assert isinstance(head, nn.Linear)
         nn.init.normal_(head.weight, std=0.02)
 
     def logits(self, timesteps: Tensor) -> Tensor:
         depth = self.layer_branch(self.layer.weight).T  # (1, L)
-        gamma, beta = self.time_branch(sinusoidal(timesteps, self.width)).split(1, dim=-1)  # (S, 1) each
+        gamma, beta = self.time_branch(sinusoidal(timesteps)).split(1, dim=-1)  # (S, 1) each
         return (1 + gamma) * depth + beta + self.anchor
 
 

@@ -61,6 +61,8 @@ LONGEST = 6
 """Steps of waiting that the regression sees."""
 SHARE = 4
 """Of so many tokens one is taken of each wait: neighbours tell the same."""
+BATCH = 4096
+"""Waits in an update."""
 
 
 class Moves(NamedTuple):
@@ -101,16 +103,14 @@ def explained(guess: Tensor, target: Tensor) -> float:
 
 
 @torch.enable_grad()
-def regress(
-    probe: Probe, fitted: Moves, held: Moves, updates: int, generator: torch.Generator, size: int = 4096
-) -> tuple[float, float]:
+def regress(probe: Probe, fitted: Moves, held: Moves, updates: int, generator: torch.Generator) -> tuple[float, float]:
     """Fit a probe by Adam; what it explains of the held-out waits, and what the moved look alone does."""
     probe.requires_grad_(True)
     mean = fitted.target.mean()
     optimizer = torch.optim.Adam(probe.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, updates)
     for _ in range(updates):
-        batch = fitted.at(torch.randint(len(fitted.target), (size,), generator=generator).to(mean.device))
+        batch = fitted.at(torch.randint(len(fitted.target), (BATCH,), generator=generator).to(mean.device))
         loss = (probe(batch.now, batch.change, batch.age, batch.sigma) - (batch.target - mean)).square().mean()
         optimizer.zero_grad()
         loss.backward()

@@ -75,20 +75,17 @@ def soft_topk(
     epsilon: float = 0.1,
     solver: Solver = "sinkhorn",
     iterations: int = 200,
-    scale: Tensor | None = None,
 ) -> Tensor:
     """Gates (B, N) in [0, 1] of scores (B, N), summing to k (a number, a 0-d tensor or (B, 1)).
 
-    `scale` (B, 1) is the largest cost, by which costs are divided; it has no gradient. Centring the scores
-    first makes it, and so the mask, blind to a shift of the scores; the release takes them raw.
+    Costs are divided by the largest, which has no gradient. Centring the scores first makes it, and so the
+    mask, blind to a shift of the scores; the release takes them raw.
     """
     choice("solver", solver, get_args(Solver))
     s = scores.to(torch.promote_types(scores.dtype, torch.float32))
     s = s - s.mean(dim=-1, keepdim=True).detach()
-    if scale is None:
-        scale = largest_cost(s)
     # The selected anchor lies at +1, the rejected at 0: (s - 0)^2 - (s - 1)^2 = 2 s - 1.
-    z = (2 * s - 1) / (scale * epsilon)
+    z = (2 * s - 1) / (largest_cost(s) * epsilon)
     k = torch.as_tensor(k, dtype=s.dtype, device=s.device)
     logarithmic = epsilon <= LOGARITHMIC_BELOW
     mask: Tensor = _TwoAnchors.apply(z, k, solver, iterations, logarithmic)

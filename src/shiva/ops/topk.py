@@ -118,9 +118,7 @@ def output_gated(
     return Reduction(lambda full: gather(full, rows), restore, selection.indices)
 
 
-def guess_updates(
-    guess: Guess, updates: Tensor, inputs: Tensor, full: Tensor, teacher: Tensor | None, ridge: float = 1e-2
-) -> Tensor:
+def guess_updates(guess: Guess, updates: Tensor, inputs: Tensor, full: Tensor, teacher: Tensor | None) -> Tensor:
     """Stand-in (B, N, D) for what the block would have added to each token of full (B, N, D)."""
     if guess == "zero":
         return torch.zeros_like(full)
@@ -132,7 +130,7 @@ def guess_updates(
                 "guess='teacher' needs the teacher's updates; record a dense pass and hand it to session.call"
             )
         return teacher.detach().to(full.dtype)
-    return ridge_fit(inputs, updates, full, ridge)
+    return ridge_fit(inputs, updates, full, 1e-2)
 
 
 def ridge_fit(inputs: Tensor, updates: Tensor, full: Tensor, strength: float) -> Tensor:

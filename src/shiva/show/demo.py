@@ -46,16 +46,9 @@ class Row:
 
 def demo_rows(base: str) -> list[Row]:
     """At most eight: the dense model, ours beside it, their rivals; then the same of the turbo, where it is there."""
-
-    def shiva(model: str, method: str, **options: float) -> Candidate | None:
-        folder = checkpoint_for(model, method)
-        return None if folder is None else Candidate(checkpoint=str(folder), options=options)
-
-    trained = {f"Shiva {share}": shiva(base, f"Shiva {share}", budget=share / 100) for share in (80, 60)}
     rows = [
         Row(DENSE),
         Row("Sweep 40", Candidate(method="Sweep", options={"budget": 0.4})),
-        *(Row(name, candidate) for name, candidate in trained.items() if candidate is not None),
         Row("ToMeSD", Candidate(method="ToMeSD", preset="paper")),
         Row("fewer steps", steps=10),
     ]
@@ -63,13 +56,14 @@ def demo_rows(base: str) -> list[Row]:
     if base != BASE[0] or not turbo.is_dir():
         return rows
     steps, guidance = usual_run(turbo)
+    trained = str(checkpoint_for(turbo, "Shiva"))
     few = [
         (f"turbo in {steps} steps", Candidate(), steps),
         (f"turbo in {steps - 1} steps", Candidate(), steps - 1),
-        ("turbo, Shiva 66", shiva(TURBO[0], "Shiva", budget=0.66, tilt=2.0), steps - 1),
-        ("turbo, Shiva 50", shiva(TURBO[0], "Shiva", budget=0.5, tilt=2.0), steps - 1),
+        ("turbo, Shiva 66", Candidate(checkpoint=trained, options={"budget": 0.66, "tilt": 2.0}), steps - 1),
+        ("turbo, Shiva 50", Candidate(checkpoint=trained, options={"budget": 0.5, "tilt": 2.0}), steps - 1),
     ]
-    return rows + [Row(name, made, turbo, count, guidance) for name, made, count in few if made is not None]
+    return rows + [Row(name, made, turbo, count, guidance) for name, made, count in few]
 
 
 def chosen_rows(methods: str | None, every: bool, steps: int | None) -> tuple[Path, list[Row], list[str]]:

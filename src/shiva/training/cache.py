@@ -26,8 +26,6 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 SHARD = 64
 """Samples in a shard."""
-LATER = ("images", "frames")
-"""What manifests of the first versions do not tell."""
 
 Report = Callable[[str, int, int], None]
 """report(what, done, total): progress of the preparation."""
@@ -147,7 +145,6 @@ class LatentCache:
 def check_origin(folder: Path, made: dict[str, str], wanted: dict[str, str], *, whole: bool) -> None:
     """Refuse latents of another model, naming the part that differs; `whole` also one that is absent."""
     mend = "delete the folder, or set data.cache to another one" if whole else "make it the same, or change data.path"
-    wanted = {name: value for name, value in wanted.items() if name in made or name not in LATER}
     for name in sorted(made.keys() | wanted.keys() if whole else made.keys() & wanted.keys()):
         before, now = made.get(name, "none"), wanted.get(name, "none")
         if before != now:

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LEAST = 1e-3
+"""Noise level that is trained on; at 0 there is nothing to predict."""
+
 
 @dataclass(frozen=True)
 class FlowMatching:
@@ -21,7 +24,6 @@ class FlowMatching:
     dynamic: tuple[float, float, int, int] | None = None
     """Base shift, maximal shift and the token counts they belong to, where the shift depends on the size."""
     steps: int = 1000
-    least: float = 1e-3  # noise level; at 0 there is nothing to predict
     levels: tuple[float, ...] = ()
     """With density "run": the noise levels at which the run's steps begin."""
     dense_steps: tuple[int, ...] = ()
@@ -38,7 +40,7 @@ class FlowMatching:
             sigma = float(torch.sigmoid(torch.special.ndtri(torch.tensor(quantile, dtype=torch.float64))))
         elif self.density == "scheduler":
             sigma = self._shifted(quantile, tokens)
-        return max(sigma, self.least) * self.steps
+        return max(sigma, LEAST) * self.steps
 
     def earlier(self, timestep: float, share: float, tokens: int) -> float:
         """The noisier timestep at which a sampler was this share of its run before."""

@@ -17,7 +17,7 @@ from shiva.training import sections
 from shiva.training.sections import STAGES, WEIGHTS, Stage
 
 OWN_LOSSES = ("flops",)
-"""Losses that methods here add to `WEIGHTS`; a config of another package names its own in `own_losses`."""
+"""Losses that methods add to `WEIGHTS`."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Recipe:
             raise ValueError(f"stages={[stage.name for stage in self.stages]}: two have one name; name each its own")
         for check in (self.data.check, self.sampling.check, self.reuse.check, *(s.check for s in self.stages)):
             check()
-        known = (*WEIGHTS, *OWN_LOSSES, *getattr(self.method_config(), "own_losses", ()))
+        known = (*WEIGHTS, *OWN_LOSSES)
         for name, weight in self.weights.items():
             if name not in known:
                 raise ValueError(f"weights.{name}={weight:g}: {options.unknown_key(name, known, 'weights')}")

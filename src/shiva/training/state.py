@@ -18,9 +18,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from shiva.checkpoint import write_atomically
-from shiva.core.options import Whole, build, fitted
+from shiva.core.options import Whole, build
 from shiva.files import read_json, read_tensors, to_json
-from shiva.training.sections import Stage
 
 FORMAT = 1
 MAY_CHANGE = ("checkpoints", "validation", "logging", "compute")
@@ -52,7 +51,8 @@ class About:
     step: Whole
     stage: str
     recipe: dict[str, Any]
-    files: list[str] | None = None
+    files: list[str]
+    """That it must have."""
 
 
 class DamagedError(ValueError):
@@ -192,10 +192,9 @@ def load_state(folder: Path) -> State:
         )
     try:
         about = build(About, found, others=True)
-        names = files_of(about)
     except ValueError as error:
         raise ValueError(f"{path}: {error}; pass --fresh to begin again") from error
-    for name in names:
+    for name in about.files:
         if not (folder / name).exists():
             raise FileNotFoundError(
                 f"{folder / name} is missing, and the run would go on with something else; put it back, delete "
@@ -208,18 +207,6 @@ def load_state(folder: Path) -> State:
     except Exception as error:  # torch's unpickler raises what it likes for bytes that are none of its own
         raise DamagedError(f"{folder} cannot be read ({' '.join(str(error).split())[:200]})") from error
     return State(about.step, about.stage, found["recipe"], optimizer=optimizer, **tensors)
-
-
-def files_of(about: About) -> list[str]:
-    """Files that a state must have; those before `files` was written down follow from the stages it had been in."""
-    if about.files is not None:
-        return about.files
-    stages = fitted(list[Stage], about.recipe.get("stages", []), "recipe.stages", text=True)
-    names = [stage.name for stage in stages]
-    if about.stage not in names:
-        raise ValueError(f"stage={about.stage!r} is none of its recipe's")
-    adapted = any("adapter" in stage.trains for stage in stages[: names.index(about.stage) + 1] if stage.steps)
-    return ["method.safetensors", "optimizer.pt", *(["adapter.safetensors"] if adapted else [])]
 
 
 def flatten(values: Any, path: str = "") -> dict[str, Any]:
