@@ -281,8 +281,9 @@ def test_a_table_is_learned_on_whole_runs_and_comes_back_from_its_folder(tmp_pat
         kept = [[step.kept[f"transformer_blocks.{layer}"] for layer in range(4)] for step in session.stats]
         assert kept[0] == [64] * 4, "the first step is dense"
         assert sum(map(sum, (row[1:] for row in kept))) / (64 * 12) <= 0.62
-    with pytest.raises(ValueError, match="has no table to learn"):
-        fit_table(pipe, shiva.ToMeSD(), ["1", "2"], budget=0.5, steps=3)
+    for other in (shiva.ToMeSD(), shiva.Lattice()):
+        with pytest.raises(ValueError, match=f"{type(other).__name__} has no table to learn; pass Refresh"):
+            fit_table(pipe, other, ["1", "2"], budget=0.5, steps=3)
 
 
 def test_a_table_is_run_as_it_was_learned_in_calls_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,10 @@ from torch import Tensor
 from shiva.api import attach
 from shiva.backbones.base import backbone_of
 from shiva.compat import transformer_of
-from shiva.core.method import Method, MethodConfig, Trainable
+from shiva.core.method import Method, MethodConfig
 from shiva.evaluate.drawing import draw
 from shiva.fitting import Fit
-from shiva.methods.counts import CountOptions, Table
+from shiva.methods.counts import CountOptions, Learned
 from shiva.ops.schedule import Cell, RatioSchedule, allocate
 
 RATIOS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -64,9 +64,9 @@ def fit_table(
     start, transformer = time.perf_counter(), transformer_of(pipe)
     spec = backbone_of(transformer).spec(transformer)
     method: Any = config.changed(AS_TABLED).build(spec) if isinstance(config, CountOptions) else None
-    if not isinstance(method, Trainable):
+    if not isinstance(method, Learned):
         raise ValueError(f"{type(config).__name__} has no table to learn; pass Refresh or DiffSparse")
-    count: Table = method.count  # type: ignore[assignment]
+    count = method.count
     half = (len(prompts) + 1) // 2
 
     def latents(places: Sequence[int]) -> Tensor:
