@@ -60,7 +60,7 @@ them compares with CLIP score or FID, nor with a distance over another number of
 
 ## Limits
 It knows about {labels} pictures by heart and little else: unseen words give the picture of a near word, compositions
-("a fox in a boat") do not work, and small details are blurred. Faces are cartoon emoji only.
+("a fox in a boat") do not work, and small details are blurred or broken. Faces are cartoon emoji only.
 """
 
 
