@@ -77,8 +77,9 @@ def interleave(
         for name, prepare in calls.items():
             seconds = timed(prepare())
             for _ in range(WHOLE_STEPS):
-                if whole(name):
-                    seconds = timed(prepare())
+                if not whole(name):
+                    break
+                seconds = timed(prepare())
             if round_ >= warmup:
                 timings[name].seconds.append(seconds)
             progress(name)
@@ -189,7 +190,7 @@ class Attached:
         priced = zip(self.session.stats, self.session.summary().step_flops(), strict=True)
         latest = [flops for ran, flops in priced if reduced(ran)][-turns:]
         ordered = sorted(latest, key=lambda flops: flops.true)
-        middle = ordered[(turns - 1) // 2 : turns // 2 + 1]
+        middle = ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
         return total(middle).scaled(1 / len(middle))
 
     def overhead(self) -> dict[str, float]:
