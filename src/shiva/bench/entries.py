@@ -152,38 +152,23 @@ class Attached:
         self.session: Session = attach(self.transformer, entry.build(transformer), cfg=cfg)
         self.call = call
         self.turns = 0
-        self.step: int | None = None if call["timestep"].is_meta else self._first_reduced()
+        self.step: int | None = None
         """Of one run whose steps the turns are; None where each is a run of its own."""
-        self._spent = self.session.phases()
-        """Seconds in the reduction path before the first turn."""
 
     def prepare(self) -> Callable[[], Any]:
-        """One turn: a run of its own, or the next step of one run where its first steps run all tokens."""
+        """One turn: a run of its own, or the next step of a run that began with a whole one."""
+        if self.step is not None or self.whole:
+            self.step = (self.step or 0) + 1
         self.turns += 1
-        if self.step is not None:
-            self.step += 1
-        call = self._at(self.step or 0)
+        call = new_run(self.call, self.session.backbone.latents)
+        call["timestep"] = call["timestep"] * (1 - (self.step or 0) / 1000)
         return lambda: self.transformer(**call)
-
-    @torch.no_grad()
-    def _first_reduced(self) -> int | None:
-        """The first step of a run that runs fewer tokens, where the steps before it keep something for it."""
-        for step in range(WHOLE_STEPS + 1):
-            self.transformer(**self._at(step))
-            if reduced(self.session.stats[-1]):
-                return step or None
-            if self.session.ctx is None or not tensor_bytes(self.session.ctx.run):
-                break
-        return None
 
     @property
     def whole(self) -> bool:
-        """Whether the latest step ran all tokens, as every third one of ToCa, in a run where others do not."""
-        return self.step is not None and not reduced(self.session.stats[-1])
-
-    def _at(self, step: int) -> dict[str, Any]:
-        call = new_run(self.call, self.session.backbone.latents)
-        return {**call, "timestep": call["timestep"] * (1 - step / 1000)}
+        """Whether the latest turn ran all tokens and kept something for steps that do not, as the first of Sweep."""
+        ctx, stats = self.session.ctx, self.session.stats
+        return bool(ctx is not None and stats and tensor_bytes(ctx.run)) and not reduced(stats[-1])
 
     def price(self, turns: int) -> Flops:
         """Median FLOPs of the latest turns that were not whole, by the session's prices, which leave out routers."""
@@ -194,9 +179,9 @@ class Attached:
         return total(middle).scaled(1 / len(middle))
 
     def overhead(self) -> dict[str, float]:
-        """Milliseconds a step in each phase of the reduction path, over all turns."""
-        spent = self.session.phases()
-        return {name: 1e3 * (spent[name] - self._spent.get(name, 0.0)) / max(1, self.turns) for name in spent}
+        """Milliseconds a step in each phase of the reduction path, over all turns but whole ones."""
+        turns = self.turns if self.step is None else sum(map(reduced, self.session.stats))
+        return {name: 1e3 * spent / max(1, turns) for name, spent in self.session.phases().items()}
 
 
 def reduced(ran: StepRecord) -> bool:
