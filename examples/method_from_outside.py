@@ -1,6 +1,6 @@
 """A method added from outside, after RAS (Liu et al., 2025, arXiv 2502.10389; `shiva.RAS` has its keys too).
 
-After some dense steps only the tokens whose prediction is busiest run through the model; the others keep the velocity
+After the first step only the tokens whose prediction is busiest run through the model; the others keep the velocity
 that they were last given. A token that has waited long is starved no further, and every few steps all run again.
 Import this module, then `shiva.attach(pipe, HeldVelocity())` or `shiva.attach(pipe, "heldvelocity", keep=0.4)`.
 """
@@ -62,7 +62,8 @@ class HeldVelocityMethod(shiva.Method):
 
     def end_step(self, output: Tensor, ctx: shiva.StepContext) -> Tensor:
         run: HeldVelocityRun = ctx.run
-        run.waited = torch.zeros(1, ctx.tokens) if run.waited is None or not ctx.now else run.waited + 1
+        none = torch.zeros(1, ctx.tokens, device=output.device)
+        run.waited = none if run.waited is None or not ctx.now else run.waited + 1
         if ctx.now and run.velocity is not None:
             run.waited.scatter_(1, ctx.now[0], 0.0)
             fresh = (run.waited == 0).view(1, 1, ctx.layout.rows, ctx.layout.columns).to(output.dtype)

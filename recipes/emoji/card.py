@@ -72,13 +72,15 @@ class Kind:
     origin: str
     grid: str
     """Name of its picture of training labels."""
-    call: str = ""
+    call: str
+    """What the example passes beside the prompt."""
 
 
+SIXTEEN = ", num_inference_steps=16, guidance_scale=3"
 KINDS = {
-    "emoji": Kind("Shiva's embedded emoji model", "from nothing", "train"),
+    "emoji": Kind("Shiva's embedded emoji model", "from nothing", "train", SIXTEEN),
     "emoji-128": Kind(
-        "Shiva's embedded emoji model, 1024 tokens", "from `models/emoji`", "train-128", ", guidance_scale=3"
+        "Shiva's embedded emoji model, 1024 tokens", "from `models/emoji`", "train-128", SIXTEEN
     ),
     "emoji-128-turbo": Kind(
         "Shiva's embedded turbo: four steps, no guidance",
