@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, name: str, batch: int, rat
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--ema", type=float, default=ema)
     parser.add_argument("--zero-tokens", type=float, default=0.05, help="share of steps with 256 zero tokens")
-    parser.add_argument("--bf16", action="store_true", help="autocast; 1.4 times as fast where the CPU has avx512_bf16")
+    parser.add_argument("--bf16", action="store_true", help="autocast; 1.4 times as fast with avx512_bf16")
     parser.add_argument("--save-minutes", type=float, default=3)
     parser.add_argument("--probe-minutes", type=float, default=5)
     parser.add_argument("--grid-minutes", type=float, default=20)
