@@ -79,9 +79,7 @@ class Kind:
 SIXTEEN = ", num_inference_steps=16, guidance_scale=3"
 KINDS = {
     "emoji": Kind("Shiva's embedded emoji model", "from nothing", "train", SIXTEEN),
-    "emoji-128": Kind(
-        "Shiva's embedded emoji model, 1024 tokens", "from `models/emoji`", "train-128", SIXTEEN
-    ),
+    "emoji-128": Kind("Shiva's embedded emoji model, 1024 tokens", "from `models/emoji`", "train-128", SIXTEEN),
     "emoji-128-turbo": Kind(
         "Shiva's embedded turbo: four steps, no guidance",
         "from `models/emoji-128` by distillation",
