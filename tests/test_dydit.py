@@ -13,6 +13,8 @@ from baseline_tools import SPEC, output
 from shiva.core.context import Exploration, StepContext
 from shiva.core.layout import Layout
 from shiva.methods.dydit import gumbel_mask
+from shiva.training.adapter import adapter_config, add_adapter
+from shiva.training.call import call
 from shiva.training.draws import exploration, moment
 from shiva.training.sections import Stage, Temperatures
 
@@ -123,6 +125,21 @@ def test_dydit_flops_share_is_that_of_the_counted_model() -> None:
         session.method.train()
         model(**call)
         assert session.method.flops_share(session.ctx).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_dydit_aims_at_the_flops_of_the_model_without_its_adapter() -> None:
+    """The adapter is folded into the weights afterwards: with all masks off F is the same with it and without."""
+    shares = []
+    for adapted in (False, True):
+        model, arguments = make_sd3(), BACKBONES["sd3"].call(2, 8, 8)
+        with shiva.attach(model, shiva.DyDiT(bias=-50.0, flops=0.99, hold=0, warmup=1)) as session:
+            if adapted:
+                add_adapter(model, adapter_config(model, session.backbone, 4, 4, True), seed=0)
+                session.rehook()
+            method = session.method.train()
+            _, record = call(session, arguments, explore=Exploration(step=10))
+            shares.append(0.99 - (record.losses["flops"].item() / method.config.flops_weight) ** 0.5)
+    assert shares[1] == pytest.approx(shares[0], rel=1e-6)
 
 
 def test_dydit_refuses_a_target_that_its_ffns_cannot_reach() -> None:

@@ -188,6 +188,8 @@ def test_a_loss_that_is_not_finite_names_step_layer_and_checkpoint(folder: Path,
 def test_an_unknown_group_or_weight_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="did you mean 'router'"):
         trainer_of(folder, tmp_path, stages={"warmup": {"trains": ["ruter"]}})
+    with pytest.raises(ValueError, match=r"optimizer.rates has no option 'ruter'; did you mean 'router'"):
+        trainer_of(folder, tmp_path, optimizer={"rates": {"ruter": 1e-3}})
     with pytest.raises(ValueError, match="did you mean 'budget'"):
         trainer_of(folder, tmp_path, weights={"budgt": 2.0})
 
@@ -454,7 +456,6 @@ def test_sigterm_saves_and_says_how_to_continue(folder: Path, tmp_path: Path) ->
     assert "the same command continues it" in done.stderr
     state = load_state(checkpoints(tmp_path / "states")[-1])
     assert state.step >= 8
-    assert state.stage == "joint"
     with pytest.raises(ValueError, match=r"stages.joint.steps=500, the recipe now has 3.*--fresh"):
         Trainer(recipe_from(tiny_recipe(folder)), tmp_path).run()
 

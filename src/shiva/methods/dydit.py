@@ -119,7 +119,7 @@ class MaskedFFN(NamedTuple):
 
     @classmethod
     def of(cls, mask: Tensor, module: nn.Module) -> MaskedFFN:
-        weights = sum(p.numel() for p in module.parameters() if p.ndim == 2)
+        weights = sum(p.numel() for name, p in module.named_parameters() if p.ndim == 2 and "lora_" not in name)
         return cls(mask.mean(), mask.numel(), 2.0 * weights * mask.numel())
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shiva.core.context import Exploration, Recording
+from shiva.core.cost import CostModel
 from shiva.core.method import Trainable
 from shiva.core.options import unknown_key
 from shiva.session import Session
@@ -51,16 +52,23 @@ def call(
     Inside `dense` nothing is reduced, and the method neither acts nor has losses.
     """
     if begins:
-        session.begin_run()
+        session.begin_run(first=0)
     with session.record(outputs=outputs, updates=updates) as recording:
         if not session.enabled:
             return session.transformer(**arguments)[0], Record(recording, {}, 1.0)
         output, ctx = session.call(arguments, teacher=teacher, explore=explore)
     method = trained(session)
+    ctx.cost = partial(priced_without_adapters, session)
     losses = method.losses(ctx) if method.training else {}
     counts = [ctx.kept[site.name] for site in session.hooks.reduced() if site.name in ctx.kept]
     keep = sum(counts) / (len(counts) * ctx.tokens) if counts else 1.0
     return output[0], Record(recording, losses, keep)
+
+
+def priced_without_adapters(session: Session) -> CostModel:
+    """What the model costs when it is used, with its adapter folded into the weights."""
+    with adapters_off(session.transformer):
+        return session.cost_model()
 
 
 def trained(session: Session) -> Trainable:
@@ -70,12 +78,18 @@ def trained(session: Session) -> Trainable:
     return session.method
 
 
-def check_groups(method: Trainable, stages: Iterable[Stage]) -> None:
-    """Refuse a stage that trains what the method does not have."""
+GROUPS = ("router", "policy", "fill", "merge", "adapter")
+"""What a recipe may give a rate, though its method has none: one recipe extends another's."""
+
+
+def check_groups(method: Trainable, stages: Iterable[Stage], rates: Collection[str]) -> None:
+    """Refuse a stage that trains what the method does not have, and a rate of what nobody has."""
     known = {*method.groups(), "adapter"}
     for stage in stages:
         for name in set(stage.trains) - known:
             raise ValueError(unknown_key(name, known, f"stage {stage.name!r} of {method}"))
+    for name in set(rates) - known.union(GROUPS):
+        raise ValueError(unknown_key(name, known, "optimizer.rates"))
 
 
 @contextlib.contextmanager

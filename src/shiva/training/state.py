@@ -35,8 +35,6 @@ class State:
     """A run after `step` optimizer steps. Samples, timesteps and noise follow from the recipe's seed and the step."""
 
     step: int
-    stage: str
-    """The stage of the last step taken; the optimizer belongs to it."""
     recipe: dict[str, Any]
     method: dict[str, Tensor]
     """Weights and buffers, the budget's moving average among them."""
@@ -49,7 +47,6 @@ class About:
     """What `state.json` holds."""
 
     step: Whole
-    stage: str
     recipe: dict[str, Any]
     files: list[str]
     """That it must have."""
@@ -141,7 +138,7 @@ def save_state(root: Path, state: State, keep: int) -> Path:
     tensors = {"method": state.method, "adapter": state.adapter}
     files = {f"{name}.safetensors": save(part) for name, part in tensors.items() if part or name == "method"}
     files["optimizer.pt"] = buffer.getvalue()
-    about = {"format": FORMAT, "step": state.step, "stage": state.stage, "recipe": state.recipe}
+    about = {"format": FORMAT, "step": state.step, "recipe": state.recipe}
     files["state.json"] = to_json({**about, "files": sorted(files)})
     with written_whole(folder) as temporary:
         for name, data in files.items():
@@ -184,7 +181,10 @@ def newest_state(run: Path, say: Callable[[str], None]) -> tuple[Path, State] | 
 def load_state(folder: Path) -> State:
     """Read a state, refusing one that lacks a file; one that is cut short raises a `DamagedError`."""
     path = folder / "state.json"
-    found = read_json(path)
+    try:
+        found = read_json(path)
+    except ValueError as error:
+        raise DamagedError(f"{folder} cannot be read ({error})") from error
     if found.get("format") != FORMAT:
         raise ValueError(
             f"{folder} has format {found.get('format')!r}, this version reads {FORMAT}; continue with the "
@@ -206,7 +206,7 @@ def load_state(folder: Path) -> State:
         optimizer = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
     except Exception as error:  # torch's unpickler raises what it likes for bytes that are none of its own
         raise DamagedError(f"{folder} cannot be read ({' '.join(str(error).split())[:200]})") from error
-    return State(about.step, about.stage, found["recipe"], optimizer=optimizer, **tensors)
+    return State(about.step, about.recipe, optimizer=optimizer, **tensors)
 
 
 def flatten(values: Any, path: str = "") -> dict[str, Any]:

@@ -99,7 +99,7 @@ class Trainer:
         self.session = attach(self.family.pipe, recipe.method_config())
         self.method = trained(self.session)
         self.adapter = RunAdapter(self.session, recipe.adapter, seed_of(recipe.seed, "adapter"))
-        check_groups(self.method, recipe.stages)
+        check_groups(self.method, recipe.stages, recipe.optimizer.rates)
         transformer: Any = self.session.transformer
         if recipe.compute.gradient_checkpointing:
             transformer.enable_gradient_checkpointing()
@@ -273,7 +273,7 @@ class Trainer:
             scale = {} if scaler is None else {"scaler": scaler.state_dict()}
             optimizer = {**self.optimizer.state_dict(), **scale}
             learned = (method, optimizer, self.adapter.weights())
-            state = State(self.step, now.stage.name, self.recipe.to_dict(), *learned)
+            state = State(self.step, self.recipe.to_dict(), *learned)
             states.save_state(self.output / "states", state, self.recipe.checkpoints.keep)
         self.accelerator.wait_for_everyone()
         self.newest = states.state_folder(self.output / "states", self.step)
