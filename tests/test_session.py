@@ -9,6 +9,7 @@ import threading
 import warnings
 import weakref
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from shiva.core.layout import Layout
 from shiva.core.method import BackboneSpec, Method, MethodConfig, Place
 from shiva.core.options import share
 from shiva.core.reduction import Reduction, select
+from shiva.ops.schedule import RatioSchedule
 
 from tiny import BACKBONES, make_flux, make_sd3, noise, randomized
 
@@ -536,6 +538,25 @@ def test_a_budget_turned_in_place_acts_from_the_next_run_as_if_attached_with_it(
         after = outputs(session)
     assert all(map(torch.equal, after, expected))
     assert not all(map(torch.equal, before, expected))
+
+
+@torch.no_grad()
+def test_a_single_call_may_stand_in_a_whole_run() -> None:
+    """As validation's do: the budget is met over all steps of the run, not over those from the call's own on."""
+    model, tiny, timesteps = make_sd3(), BACKBONES["sd3"], (900.0, 700.0, 500.0, 300.0)
+    pipeline = SimpleNamespace(transformer=model, scheduler=SimpleNamespace(timesteps=torch.tensor(timesteps)))
+    rising = torch.linspace(0.2, 0.8, 4)[:, None].expand(4, 4).contiguous()
+    with shiva.attach(pipeline, FREE_SWEEP.changed({"budget": 0.5, "tilt": 0})) as session:
+        session.method.count.set(RatioSchedule(timesteps, torch.logit(rising).double()))
+
+        def kept(*calls: float, **begin: int) -> dict[str, int]:
+            session.begin_run(**begin)
+            for timestep in calls:
+                model(**tiny.call(1, 8, 8, timestep))
+            return session.stats[-1].kept
+
+        assert kept(300.0, first=0) == kept(*timesteps)
+        assert kept(300.0) != kept(*timesteps)
 
 
 @torch.no_grad()

@@ -82,6 +82,7 @@ class RunTracker:
         self._latents: weakref.ref[Tensor] | None = None
         self._schedule: weakref.ref[Tensor] | None = None
         self._timesteps: list[float] | None = None
+        self._first: int | None = None
 
     def follow(
         self,
@@ -114,7 +115,9 @@ class RunTracker:
         if rescheduled or resized or not (onward or branches or repeated):
             self.run = Run(paired=self._pairs(latents, guided, announced))
             if self._timesteps is not None and timestep == timestep:
-                self.run.first = self.run.step = nearest(self._timesteps, timestep)
+                self.run.step = nearest(self._timesteps, timestep)
+                self.run.first = self.run.step if self._first is None else self._first
+            self._first = None
         elif branches:
             self.run.branch += 1
             self.run.branches = max(self.run.branches, self.run.branch + 1)
@@ -134,9 +137,9 @@ class RunTracker:
         """Number of the scheduler's, where it is known."""
         return None if self._timesteps is None else len(self._timesteps)
 
-    def forget(self) -> None:
-        """Whatever is called next begins a new run."""
-        self._timestep = float("nan")
+    def forget(self, first: int | None = None) -> None:
+        """Whatever is called next begins a new run, which counts its steps from there or from `first`."""
+        self._timestep, self._first = float("nan"), first
 
     def _is_other_branch(self, latents: Tensor, announced: str | None) -> bool:
         """Whether another call at a timestep is guidance's: as announced or told, or by the very same latents."""

@@ -103,9 +103,12 @@ class Stepper:
         finally:
             self.enabled = before
 
-    def begin_run(self) -> None:
-        """Begin a new run with the next call: for those who call the transformer themselves, not by a pipeline."""
-        self._tracker.forget()
+    def begin_run(self, first: int | None = None) -> None:
+        """Begin a new run with the next call: for those who call the transformer themselves, not by a pipeline.
+
+        Its budget is met over the scheduler's steps from `first` on, which may lie before that call.
+        """
+        self._tracker.forget(first)
 
     # -- one call ------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What a run tells: a progress bar, lines of JSON, TensorBoard, a summary at the end, and pictures."""
+"""What a run tells: a progress bar, lines of JSON, TensorBoard, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -9,21 +9,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
 
 from shiva.checkpoint import write_atomically
 from shiva.core.method import Trainable
-from shiva.core.needs import need
 from shiva.ops.schedule import RatioSchedule
 from shiva.training.draws import Moment
 from shiva.training.recipe import Recipe
 
 QUIET_SECONDS = 15
 """Between lines where there is no terminal to draw a bar on."""
-VIRIDIS = torch.tensor([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]])
 SHOWN = {"loss": "loss {:.4f}", "keep": "keep {:.3f}", "budget_ema": "ema {:.3f}", "rate": "{:.2f} it/s"}
 
 
@@ -122,50 +118,3 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
     return [record for record in records if isinstance(record, dict) and "step" in record]
-
-
-# -- pictures ----------------------------------------------------------------------------------------
-
-
-def grid_of(rows: list[list[Any]]) -> Any:
-    """PIL images in rows as one, with room for the largest."""
-    width, height = (max(sides) for sides in zip(*(picture.size for row in rows for picture in row), strict=True))
-    sheet = need("PIL.Image", "train").new("RGB", (width * len(rows[0]), height * len(rows)), "white")
-    for y, row in enumerate(rows):
-        for x, picture in enumerate(row):
-            sheet.paste(picture, (x * width, y * height))
-    return sheet
-
-
-def colours(values: Tensor) -> Tensor:
-    """Colours (..., 3) of the viridis map for values in 0 to 1."""
-    position = values.clamp(0, 1) * (len(VIRIDIS) - 1)
-    left = position.long().clamp(max=len(VIRIDIS) - 2)
-    return torch.lerp(VIRIDIS[left].float(), VIRIDIS[left + 1].float(), (position - left)[..., None]).round().byte()
-
-
-def heat_map(ratios: Tensor, timesteps: tuple[float, ...], cell: int = 14, rows: int = 50) -> Any:
-    """Keep ratios (steps, layers) as a picture: layers to the right, time downwards from noise to image."""
-    pil, margin = need("PIL.Image", "train"), 44
-    shown = torch.linspace(0, len(ratios) - 1, min(rows, len(ratios))).round().long()
-    steps, layers = len(shown), ratios.shape[1]
-    sheet = pil.new("RGB", (max(margin + layers * cell + 60, 300), max(margin + steps * cell, 220)), "white")
-    draw = need("PIL.ImageDraw", "train").Draw(sheet)
-
-    def paste(values: Tensor, left: int) -> None:
-        pixels = pil.fromarray(colours(values.detach().float().cpu()).numpy())
-        sheet.paste(
-            pixels.resize((values.shape[1] * cell, len(values) * cell), pil.Resampling.NEAREST), (left, margin)
-        )
-
-    draw.text((4, 4), "keep by layer (right) and timestep (down)", fill="black")
-    paste(ratios[shown], margin)
-    for y in range(0, steps, max(1, steps // 10)):
-        draw.text((4, margin + y * cell), f"{timesteps[int(shown[y])]:.0f}", fill="black")
-    for x in range(0, layers, max(1, layers // 12)):
-        draw.text((margin + x * cell, margin - 14), str(x), fill="black")
-    scale, left = torch.linspace(1, 0, 11)[:, None], margin + layers * cell + 10
-    paste(scale, left)
-    for i, value in enumerate(scale.flatten().tolist()):
-        draw.text((left + cell + 4, margin + i * cell), f"{value:.1f}", fill="black")
-    return sheet

@@ -6,17 +6,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from shiva.core.context import Exploration
+from shiva.core.needs import need
 from shiva.ops.schedule import RatioSchedule
 from shiva.training.call import as_trained, at_keep, dense, trained
 from shiva.training.draws import Before, MicroBatch, generator_of, seed_of
 from shiva.training.feed import Items
-from shiva.training.log import grid_of, heat_map
 from shiva.training.noise import FlowMatching
 from shiva.training.objectives import Objectives, untouched_scheduler
 from shiva.training.sections import Reuse, Validation
+
+VIRIDIS = torch.tensor([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]])
+ROWS = 50
+"""Most steps that a heat map shows."""
 
 
 @dataclass
@@ -89,6 +94,7 @@ class Validator:
                 with dense(session):
                     above = self._draw()
                 made["samples"] = grid_of([above, self._draw()])
+            session.begin_run()
         return made
 
     def _draw(self) -> list[Any]:
@@ -101,3 +107,50 @@ class Validator:
             steps, guidance = self.options.image_steps, self.options.image_guidance
             pictures.extend(family.draw(text, size, steps, guidance, seeds, "pil"))
         return pictures
+
+
+# -- pictures ----------------------------------------------------------------------------------------
+
+
+def grid_of(rows: list[list[Any]]) -> Any:
+    """PIL images in rows as one, with room for the largest."""
+    width, height = (max(sides) for sides in zip(*(picture.size for row in rows for picture in row), strict=True))
+    sheet = need("PIL.Image", "train").new("RGB", (width * len(rows[0]), height * len(rows)), "white")
+    for y, row in enumerate(rows):
+        for x, picture in enumerate(row):
+            sheet.paste(picture, (x * width, y * height))
+    return sheet
+
+
+def colours(values: Tensor) -> Tensor:
+    """Colours (..., 3) of the viridis map for values in 0 to 1."""
+    position = values.clamp(0, 1) * (len(VIRIDIS) - 1)
+    left = position.long().clamp(max=len(VIRIDIS) - 2)
+    return torch.lerp(VIRIDIS[left].float(), VIRIDIS[left + 1].float(), (position - left)[..., None]).round().byte()
+
+
+def heat_map(ratios: Tensor, timesteps: tuple[float, ...]) -> Any:
+    """Keep ratios (steps, layers) as a picture: layers to the right, time downwards from noise to image."""
+    pil, margin, cell = need("PIL.Image", "train"), 44, 14
+    shown = torch.linspace(0, len(ratios) - 1, min(ROWS, len(ratios))).round().long()
+    steps, layers = len(shown), ratios.shape[1]
+    sheet = pil.new("RGB", (max(margin + layers * cell + 60, 300), max(margin + steps * cell, 220)), "white")
+    draw = need("PIL.ImageDraw", "train").Draw(sheet)
+
+    def paste(values: Tensor, left: int) -> None:
+        pixels = pil.fromarray(colours(values.detach().float().cpu()).numpy())
+        sheet.paste(
+            pixels.resize((values.shape[1] * cell, len(values) * cell), pil.Resampling.NEAREST), (left, margin)
+        )
+
+    draw.text((4, 4), "keep by layer (right) and timestep (down)", fill="black")
+    paste(ratios[shown], margin)
+    for y in range(0, steps, max(1, steps // 10)):
+        draw.text((4, margin + y * cell), f"{timesteps[int(shown[y])]:.0f}", fill="black")
+    for x in range(0, layers, max(1, layers // 12)):
+        draw.text((margin + x * cell, margin - 14), str(x), fill="black")
+    scale, left = torch.linspace(1, 0, 11)[:, None], margin + layers * cell + 10
+    paste(scale, left)
+    for i, value in enumerate(scale.flatten().tolist()):
+        draw.text((left + cell + 4, margin + i * cell), f"{value:.1f}", fill="black")
+    return sheet
