@@ -150,8 +150,17 @@ def content(path: Path) -> Any:
     if path.suffix == ".json":
         return without_seconds(json.loads(path.read_text()))
     if path.suffix == ".pt":
-        return repr(torch.load(path, weights_only=True))
+        return in_full(torch.load(path, weights_only=True))
     return path.read_bytes()
+
+
+def in_full(value: Any) -> Any:
+    """Nested values with each tensor as all of its numbers, which `==` compares."""
+    if isinstance(value, dict):
+        return {key: in_full(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [in_full(part) for part in value]
+    return (value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else value
 
 
 def without_seconds(value: Any) -> Any:

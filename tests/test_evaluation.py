@@ -597,7 +597,8 @@ def test_candidates_are_checked_at_the_door(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ValueError, match="tables.main has no option 'ToMa'"):
         Candidates({"ToMA": Candidate(method="ToMA")}, {"main": ["ToMa"]})
     ignored: dict[str, dict[str, Any]] = {"options budget": {"options": {"budget": 0.5}}, "flat": {"flat": True}}
-    for what, given in {**ignored, "setting 0.1": {"setting": 0.1}}.items():
+    ignored |= {"setting 0.1": {"setting": 0.1}, "preset paper": {"preset": "paper", "checkpoint": str(folder)}}
+    for what, given in ignored.items():
         with pytest.raises(ValueError, match=f"{what}.* would change nothing; give a"):
             Candidate(**given)
     assert Candidate(steps=3, paper="3 steps").only_steps

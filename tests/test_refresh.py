@@ -284,6 +284,8 @@ def test_a_table_is_learned_on_whole_runs_and_comes_back_from_its_folder(tmp_pat
     for other in (shiva.ToMeSD(), shiva.Lattice()):
         with pytest.raises(ValueError, match=f"{type(other).__name__} has no table to learn; pass Refresh"):
             fit_table(pipe, other, ["1", "2"], budget=0.5, steps=3)
+    with pytest.raises(ValueError, match="each of the 2 steps of this run sees all tokens; pass more --steps"):
+        fit_table(pipe, shiva.Refresh(first=4), ["1", "2"], budget=0.5, steps=2)
 
 
 def test_a_table_is_run_as_it_was_learned_in_calls_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,13 +155,15 @@ def test_a_caption_that_is_absent_is_the_empty_prompt(tmp_path: Path) -> None:
         ("prompts", "a.jsonl", b'{"text": "a cat"}'),
         ("prompts", "a.json", b"{"),
         ("prompts", "a.txt", b"\xff\xfe"),
+        ("mjhq", "meta_data.json", b"{"),
+        ("mjhq", "meta_data.json", b'{"id0": {"text": "a cat"}}'),
     ],
 )
 def test_a_source_that_cannot_be_read_is_named(kind: Any, name: str, content: bytes, tmp_path: Path) -> None:
     if name == "metadata.jsonl":
         picture(0).save(tmp_path / "0.png")
     (tmp_path / name).write_bytes(content)
-    path = tmp_path if kind == "imagefolder" else tmp_path / name
+    path = tmp_path if kind in ("imagefolder", "mjhq") else tmp_path / name
     with pytest.raises(ValueError, match=rf"data.path='{path}' does not read as .*{kind} \(.+\); (mend|give)"):
         read_examples(Data(kind=kind, path=str(path)))
 
@@ -369,6 +371,13 @@ def test_a_cache_remembers_its_makers(family: SD3Family, folder: Path, tmp_path:
         prepare(recipe, family, tmp_path, Ranks(), lambda *_: None)
     with pytest.raises(FileNotFoundError, match="must be a folder of latents"):
         LatentCache.open(tmp_path / "absent", {})
+
+
+def test_what_a_kill_left_half_written_goes_when_its_shard_is_written(tmp_path: Path) -> None:
+    cache = LatentCache.open(tmp_path, {}, 1)
+    (tmp_path / ".shard-00000.safetensors.abcd1234").write_bytes(b"half")
+    cache.fill(0, lambda index: (torch.zeros(4, 2, 2), {}))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "shard-00000.safetensors"]
 
 
 def test_a_cache_keeps_nothing_that_is_not_finite(

@@ -167,6 +167,12 @@ def test_the_recipes_of_the_repository_are_valid(path: Path) -> None:
     assert isinstance(load_recipe(path), Recipe)
 
 
+def test_a_budget_that_the_method_weighs_is_not_weighed_twice() -> None:
+    for name, given, expected in (("LapSum", {}, 1), ("Shiva", {}, 50), ("DiffCR", {"budget": 3}, 3)):
+        recipe = recipe_from({**LEAST, "method": {"name": name}, "weights": given})
+        assert recipe.weights["budget"] == expected, name
+
+
 def test_values_from_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("model: {path: a}\ndata: {path: b}\noptimizer: {rates: {router: 1e-3}}\n")

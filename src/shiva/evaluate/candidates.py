@@ -75,6 +75,8 @@ class Candidate:
         if self.method is None and self.checkpoint is None and (self.options or self.flat):
             ignored = f"options {', '.join(self.options)}" if self.options else "flat: true"
             raise ValueError(f"{ignored} would change nothing; give a method or a checkpoint too")
+        if self.preset != "official" and self.method is None:
+            raise ValueError(f"preset {self.preset} would change nothing; give a method, which it is of")
         if self.setting is not None and self.cache is None:
             raise ValueError(f"setting {self.setting:g} would change nothing; give a cache too")
 

@@ -146,7 +146,6 @@ def fit(
     degree: int = 1,
     span: int = 1,
     stride: int = 1,
-    ridge: float = 1e-4,
     seed: int = 0,
     batch: int = 4,
     layers_at_once: int | None = None,
@@ -181,7 +180,7 @@ def fit(
                 draw(pipe, called, seed, places, count, guidance, output_type="latent", **(arguments or {}))
         for layer in layers:
             progress(f"solving layer {layer}")
-            full = watcher.fit[layer].solve(ridge)
+            full = watcher.fit[layer].solve()
             low = watcher.fit[layer].reduce_rank(full, method.shortcut.up.shape[1])
             constant = watcher.fit[layer].reduce_rank(full, 0)
             rows.append(Explained(layer, *(watcher.held[layer].r_squared(made) for made in (constant, full, low))))

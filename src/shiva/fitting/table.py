@@ -85,6 +85,8 @@ def fit_table(
         dense, other = latents(learned_on), latents(judged_on)
         timesteps = tuple(float(t) for t in pipe.scheduler.timesteps)
         rows = reduced_rows(method, pipe, latents, learned_on[:1], steps)
+        if not rows:
+            raise ValueError(f"each of the {steps} steps of this run sees all tokens; pass more --steps")
         reduced = [layer for layer in range(spec.layers) if layer not in count.schedule.dense]
         blank = RatioSchedule(timesteps, torch.zeros(steps, spec.layers).double(), dense=count.schedule.dense)
         share = (budget * steps - (steps - len(rows))) / len(rows)

@@ -25,7 +25,7 @@ from shiva.training.recipe import Recipe
 MANIFEST = "manifest.json"
 FORMAT = 1
 SHARD = 64
-"""Samples in a shard."""
+"""Samples in a shard; with another number the format is another."""
 
 Report = Callable[[str, int, int], None]
 """report(what, done, total): progress of the preparation."""
@@ -78,16 +78,16 @@ class LatentCache:
         path = folder / MANIFEST
         if path.exists():
             manifest = read_json(path)
-            if (manifest["format"], manifest["shard"]) != (FORMAT, SHARD):
+            if manifest["format"] != FORMAT:
                 raise ValueError(
-                    f"the latents in {folder} have format {manifest['format']} and shards of {manifest['shard']}, "
-                    f"this version reads {FORMAT} and {SHARD}; delete the folder, or set data.cache to another one"
+                    f"the latents in {folder} have format {manifest['format']}, this version reads {FORMAT}; delete "
+                    "the folder, or set data.cache to another one"
                 )
             check_origin(folder, manifest["made_by"], origin, whole=count is not None)
             return cls(folder, manifest["count"])
         if count is None:
             raise FileNotFoundError(f"{path} is missing; data.path must be a folder of latents that shiva train made")
-        write_atomically(path, to_json({"format": FORMAT, "made_by": origin, "count": count, "shard": SHARD}))
+        write_atomically(path, to_json({"format": FORMAT, "made_by": origin, "count": count}))
         return cls(folder, count)
 
     def shard_path(self, shard: int) -> Path:
@@ -108,7 +108,10 @@ class LatentCache:
                     f"{name} holds NaN or infinity, which float16 makes of some autoencoders and text encoders; it is "
                     "not kept: set compute.precision to bf16, or to no"
                 )
-        write_atomically(self.shard_path(shard), save(tensors))
+        path = self.shard_path(shard)
+        for left in self.folder.glob(f".{path.name}.*"):  # by a run that was killed as it wrote
+            left.unlink()
+        write_atomically(path, save(tensors))
 
     def _shard(self, index: int) -> Any:
         shard = index // SHARD

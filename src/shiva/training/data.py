@@ -210,12 +210,19 @@ def read_mjhq(folder: Path) -> list[Example]:
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing; data.path must be the unpacked MJHQ-30K folder")
     images = {p.stem: p for p in sorted(folder.rglob("*")) if p.suffix.lower() in (".jpg", ".jpeg", ".png")}
-    entries = json.loads(path.read_bytes())
+    try:
+        entries = json.loads(path.read_bytes())
+        captions = {key: str(entry["prompt"]) for key, entry in entries.items()}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"data.path={str(folder)!r} does not read as mjhq ({type(error).__name__}: {error}); mend meta_data.json, "
+            "which maps the key of each image to a mapping with its 'prompt'"
+        ) from error
     missing = [key for key in entries if key not in images]
     if missing:
         where = f"{entries[missing[0]].get('category', '')}/{missing[0]}.jpg"
         raise FileNotFoundError(f"{len(missing)} of {len(entries)} images are missing, first {where}; unpack them all")
-    return [Example(entry["prompt"], str(images[key])) for key, entry in sorted(entries.items())]
+    return [Example(caption, str(images[key])) for key, caption in sorted(captions.items())]
 
 
 def read_prompts(path: Path) -> list[Example]:

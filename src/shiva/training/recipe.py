@@ -62,10 +62,12 @@ class Recipe:
         for name, weight in self.weights.items():
             if name not in known:
                 raise ValueError(f"weights.{name}={weight:g}: {options.unknown_key(name, known, 'weights')}")
-        object.__setattr__(self, "weights", {**WEIGHTS, **self.weights})
+        method = self.method_config()
+        weighs_itself = {"budget": 1.0} if hasattr(method, "budget_weight") else {}
+        object.__setattr__(self, "weights", {**WEIGHTS, **weighs_itself, **self.weights})
         if not any(self.weights.values()):
             raise ValueError("weights are all 0, so nothing is learned; set one above 0, such as weights.diffusion")
-        self._check_run(self.method_config())
+        self._check_run(method)
 
     def _check_run(self, method: MethodConfig) -> None:
         """Refuse what does not go with training along a run."""

@@ -12,8 +12,8 @@ from shiva.core.options import Count, NotNegative, Positive, Ratio, Share, Whole
 STREAMED = ("parquet", "imagefolder", "webdataset", "hub")
 WEIGHTS = {"diffusion": 1.0, "distill": 1.0, "output": 1.0, "complete": 0.0, "budget": 50.0}
 """Diffusion loss of the reduced model; its features' and its output's distance to dense; the diffusion loss of
-the model with nothing reduced (DyDiT); the budget, whose controller holds the target the faster the more it weighs.
-A method's other losses weigh 1."""
+the model with nothing reduced (DyDiT); the budget, whose controller holds the target the faster the more it weighs,
+1 where a method has a `budget_weight` of its own. A method's other losses weigh 1."""
 
 
 @dataclass(frozen=True)
