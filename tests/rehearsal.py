@@ -28,7 +28,7 @@ from shiva.core import layout as layouts
 from shiva.core.context import Exploration
 from shiva.session import Session
 from shiva.training.adapter import RunAdapter
-from shiva.training.call import blocks_of, trained
+from shiva.training.call import blocks_of, learner
 from shiva.training.draws import Before, MicroBatch
 from shiva.training.noise import FlowMatching
 from shiva.training.objectives import Objectives
@@ -230,7 +230,7 @@ def train(name: str, config: Any, dtype: torch.dtype, monkeypatch: pytest.Monkey
     """What a micro-batch does there: the dense teacher, the reduced pass with an adapter, losses, gradients."""
     with rehearsed(name, config, dtype, monkeypatch, training=True) as here:
         session, arguments = here.session, here.arguments
-        method = trained(session)
+        method = learner(session)
         method.train().requires_grad_(True)
         for path, parameter in session.transformer.named_parameters():
             parameter.requires_grad_(".shiva." in path)

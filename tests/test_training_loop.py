@@ -219,7 +219,7 @@ def test_a_gradient_that_no_scale_makes_finite_ends_the_run(folder: Path, tmp_pa
     trainer = trainer_of(folder, tmp_path)
     run_steps(trainer, 1)
     trainer.accelerator.scaler = Scaler()
-    now, (weight, *_) = moment(trainer.recipe.stages, 1), trainer.trained()
+    now, (weight, *_) = moment(trainer.recipe.stages, 1), trainer.parameters()
     assert now is not None
 
     def update(value: float) -> None:

@@ -57,7 +57,7 @@ def call(
         if not session.enabled:
             return session.transformer(**arguments)[0], Record(recording, {}, 1.0)
         output, ctx = session.call(arguments, teacher=teacher, explore=explore)
-    method = trained(session)
+    method = learner(session)
     ctx.cost = partial(priced_without_adapters, session)
     losses = method.losses(ctx) if method.training else {}
     counts = [ctx.kept[site.name] for site in session.hooks.reduced() if site.name in ctx.kept]
@@ -71,7 +71,7 @@ def priced_without_adapters(session: Session) -> CostModel:
         return session.cost_model()
 
 
-def trained(session: Session) -> Trainable:
+def learner(session: Session) -> Trainable:
     """The session's method, which must be one that learns."""
     if not isinstance(session.method, Trainable):
         raise ValueError(f"{session.method} has nothing to train; attach it as it is")
@@ -105,7 +105,7 @@ def dense(session: Session, adapters: bool = False) -> Iterator[None]:
 def begin_batch(session: Session, explore: Exploration, timesteps: Sequence[float], seed: int) -> None:
     """Announce a global batch, before the first of its micro-batches runs; `seed` is of what the method draws."""
     torch.manual_seed(seed)
-    trained(session).begin_batch(timesteps, explore)
+    learner(session).begin_batch(timesteps, explore)
 
 
 def reduced_layers(session: Session) -> list[int]:
@@ -120,7 +120,7 @@ def blocks_of(session: Session) -> dict[int, nn.Module]:
 def finish(session: Session) -> None:
     """Make the method run as it does after training, with what it has learned so far."""
     session.method.eval()
-    trained(session).finish()
+    learner(session).finish()
 
 
 @contextlib.contextmanager
@@ -136,7 +136,7 @@ def as_trained(session: Session) -> Iterator[None]:
 
 def at_keep(session: Session, keep: float | None) -> contextlib.AbstractContextManager[None] | None:
     """A context with a uniform keep, or the method's own schedule; None where it has no such knob."""
-    return contextlib.nullcontext() if keep is None else trained(session).at_keep(keep)
+    return contextlib.nullcontext() if keep is None else learner(session).at_keep(keep)
 
 
 def first_not_finite(session: Session, run: Callable[[], object]) -> int | None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from shiva.core.context import Earlier, Recording, normalized_distance
 from shiva.session import Session
-from shiva.training.call import Record, call, dense, first_not_finite, reduced_layers, trained
+from shiva.training.call import Record, call, dense, first_not_finite, learner, reduced_layers
 from shiva.training.data import Grid
 from shiva.training.draws import MicroBatch
 from shiva.training.family import Family
@@ -50,7 +50,7 @@ class Objectives:
 
     def needs_teacher_of(self, batch: MicroBatch) -> bool:
         taught = self.weights["output"] and batch.aim is None
-        return bool(taught or self.distilled_layers() or trained(self.session).needs_updates)
+        return bool(taught or self.distilled_layers() or learner(self.session).needs_updates)
 
     def call(self, batch: MicroBatch, **how: Any) -> tuple[Tensor, Record]:
         """The transformer's prediction (B, C, h, w), and the record of its call; `how` as in `call.call`."""
@@ -103,7 +103,7 @@ class Objectives:
 
         A method that reuses updates costs one pass more, at the batch's earlier timestep.
         """
-        method = trained(self.session)
+        method = learner(self.session)
         updates = reduced_layers(self.session) if method.needs_updates else []
         with dense(self.session):
             prediction, record = self.call(batch, outputs=self.distilled_layers(), updates=updates)
@@ -136,7 +136,7 @@ class Objectives:
                 if learned.shape != taught.shape:
                     raise ValueError(
                         f"distill.every={self.distill_every} compares the tokens after block {layer}, of which "
-                        f"{trained(self.session)} has {learned.shape[1]} and the dense model {taught.shape[1]}; set "
+                        f"{learner(self.session)} has {learned.shape[1]} and the dense model {taught.shape[1]}; set "
                         "weights.distill=0, or another distill.every"
                     )
                 losses["distill"] = losses.get("distill", 0.0) + normalized_distance(learned, taught)

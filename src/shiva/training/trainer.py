@@ -18,7 +18,7 @@ from shiva.training import process
 from shiva.training import state as states
 from shiva.training.adapter import RunAdapter
 from shiva.training.cache import Ranks
-from shiva.training.call import begin_batch, blocks_of, check_groups, finish, trained
+from shiva.training.call import begin_batch, blocks_of, check_groups, finish, learner
 from shiva.training.draws import MicroBatch, Moment, draw_batch, moment, seed_of
 from shiva.training.families import load_family
 from shiva.training.feed import Loaded, load_ahead, prepare
@@ -97,7 +97,7 @@ class Trainer:
         self.family = load_family(recipe.model, DTYPES[self.accelerator.mixed_precision])
         torch.manual_seed(seed_of(recipe.seed, "method"))
         self.session = attach(self.family.pipe, recipe.method_config())
-        self.method = trained(self.session)
+        self.method = learner(self.session)
         self.adapter = RunAdapter(self.session, recipe.adapter, seed_of(recipe.seed, "adapter"))
         check_groups(self.method, recipe.stages, recipe.optimizer.rates)
         transformer: Any = self.session.transformer
@@ -114,7 +114,7 @@ class Trainer:
         if recipe.data.kind == "latents" or recipe.data.cache is not None:
             self.family.drop_text_encoders()
         with self.session.disabled():
-            dense_steps = getattr(trained(self.session).config, "dense_steps", ())
+            dense_steps = getattr(learner(self.session).config, "dense_steps", ())
             grid = self.prepared.held_out.grid(self.prepared.held_out_indices[0])  # all have about one area
             noise = process_of(self.family, recipe.sampling, grid, dense_steps)
         self.objectives = Objectives(self.session, self.family, noise, recipe.weights, recipe.distill.every)
@@ -193,14 +193,14 @@ class Trainer:
         self.method.requires_grad_(False)
         self.session.transformer.requires_grad_(False)
         self.groups = {name: known[name] for name in stage.trains}
-        for parameter in self.trained():
+        for parameter in self.parameters():
             parameter.requires_grad_(True)
         parts = [{"params": params, "lr": rates.rate(name), "name": name} for name, params in self.groups.items()]
         self.accelerator.free_memory()
         adamw = torch.optim.AdamW(parts, betas=rates.betas, weight_decay=rates.weight_decay)
         self.optimizer = self.accelerator.prepare_optimizer(adamw)
 
-    def trained(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.groups.values() for parameter in group]
 
     # -- a step --------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class Trainer:
             own = (i for i, t in zip(loaded.mine, totals, strict=True) if not t["loss"].isfinite())
             raise self.not_finite(micro_batch(next(own, min(loaded.mine))))
         if self.world > 1:
-            process.sum_gradients(self.trained(), self.accelerator)
+            process.sum_gradients(self.parameters(), self.accelerator)
         norm = self.update(now)
         return {**numbers, "gradient": norm, **self.method.readings()}
 
@@ -248,7 +248,7 @@ class Trainer:
         for part in self.optimizer.param_groups:
             part["lr"] = self.recipe.optimizer.rate(part["name"]) * factor
         self.accelerator.unscale_gradients()
-        norm = float(nn.utils.clip_grad_norm_(self.trained(), self.recipe.optimizer.clip or math.inf))
+        norm = float(nn.utils.clip_grad_norm_(self.parameters(), self.recipe.optimizer.clip or math.inf))
         self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
         if self.skipped > (0 if self.accelerator.scaler is None else MOST_SKIPPED):
             raise NonFiniteError(f"the gradient of {not_finite_of(self.groups)} is not finite", self.step, self.newest)

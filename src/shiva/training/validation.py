@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from shiva.core.context import Exploration
 from shiva.core.needs import need
 from shiva.ops.schedule import RatioSchedule
-from shiva.training.call import as_trained, at_keep, dense, trained
+from shiva.training.call import as_trained, at_keep, dense, learner
 from shiva.training.draws import Before, MicroBatch, generator_of, seed_of
 from shiva.training.feed import Items
 from shiva.training.noise import FlowMatching
@@ -75,7 +75,7 @@ class Validator:
         objectives = self.objectives
         batch = objectives.rolled_out(batch)
         begins = batch.reached is None
-        if batch.reached is None and trained(objectives.session).needs_earlier:
+        if batch.reached is None and learner(objectives.session).needs_earlier:
             objectives.call(batch.earlier(), begins=True)  # a run of two steps, of which the first fills the cache
             begins = False
         reduced, _ = objectives.call(batch, begins=begins)
