@@ -1,11 +1,12 @@
-"""Fill the tables of README.md and of the pages on few steps, many steps and evaluation from the committed results:
-python -m reproduce.readme."""
+"""Fill the tables of README.md and of the pages on few steps, many steps, methods and evaluation from the committed
+results: python -m reproduce.readme."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ EVALUATION = ROOT / "results" / "eval" / "emoji-128-turbo-16" / "tables" / "floo
 BY_FOUR = ROOT / "results" / "eval" / "emoji-128-turbo-16-by-4" / "tables" / "floor.json"
 LARGE = ROOT / "results" / "eval" / "emoji-128-32" / "tables" / "main.json"
 FRONTIER = ROOT / "results" / "frontier" / "emoji-128-16" / "frontier.json"
+FLOORS = {
+    "64 px, 256 tokens": ROOT / "results" / "floor" / "emoji-64.json",
+    "the turbo, 1024 tokens": ROOT / "results" / "floor" / "emoji-128-turbo.json",
+}
 TURBO = ROOT / "results" / "frontier" / "emoji-128-turbo-4" / "frontier.json"
 COMMAND = (
     "shiva eval models/emoji-128-turbo --methods recipes/eval/emoji-128-turbo.yaml --protocol floor --limit 16 "
@@ -73,6 +78,23 @@ PARTS = {
     ),
 }
 """What each part is worth: the row with it, and the row without."""
+FILLS = {
+    "oracle, attending to all": "oracle: tokens that the fill would miss most, all keys",
+    "Lattice, attending to all": "Lattice, attending to all",
+    "Lattice, recalling": "Lattice, recalling",
+    "Lattice, recalling, steady": "Lattice, recalling, steady",
+    "Lattice": "Lattice, nothing recalled",
+    "Lattice, not fitted": "Lattice, neighbours alone (not fitted)",
+    "Lattice, regression alone": "Lattice, map alone",
+    "Lattice, mean update": "Lattice, mean update",
+    "random, same fill": "random tokens, same fill",
+    "random, identity": "random tokens, identity",
+    "Sweep": "Sweep",
+    "fewer steps": "fewer steps: 3, 2",
+}
+"""Series of the floors, and what they are called here."""
+BUDGETS = (0.6, 0.4)
+CHOOSERS = {"its router": "its router", "a lattice": "a lattice", "random": "random tokens"}
 SHARES = (0.5, 0.38, 0.35, 0.25)
 """Of the dense run's FLOPs, that the best of each kind is shown for."""
 TIMES = (0.8, 0.75, 0.6, 0.55, 0.45, 0.35)
@@ -86,7 +108,7 @@ KINDS: dict[Kind, str] = {
     "tokens": "fewer tokens, alone or with these",
 }
 PLAIN = re.compile(r"[\d.]+")
-PLACE = re.compile(r"(<!-- (main|ahead|parts|times): [^>]+ -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- (main|ahead|parts|times|fills|choosers): [^>]+ -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
 
 def table_of(document: dict[str, Any], chosen: Sequence[str]) -> list[str]:
@@ -185,6 +207,32 @@ def by_time() -> str:
     return "\n".join(markdown(rows))
 
 
+def fills() -> str:
+    """dB and share of FLOPs in four steps, of each series at each budget."""
+    floors = [json.loads(path.read_text())["points"] for path in FLOORS.values()]
+    heads = [f"{name}: budget {budget:g}" for name in FLOORS for budget in BUDGETS]
+    rows = [["", *heads], ["---", *["---:"] * len(heads)]]
+    for series, name in FILLS.items():
+        settings = (3, 2) if series == "fewer steps" else BUDGETS
+        found = [point_of(points, series, setting) for points in floors for setting in settings]
+        rows.append([name, *(f"{point['mean']:.1f} ({point['flops']:.0%})" for point in found)])
+    return "\n".join(markdown(rows))
+
+
+def point_of(points: Sequence[dict[str, Any]], series: str, setting: float) -> dict[str, Any]:
+    return next(p for p in points if (p["series"], p["steps"], p["setting"]) == (series, 4, setting))
+
+
+def choosers() -> str:
+    """dB of a trained Shiva in three steps by who chooses its tokens, the mean over seeds."""
+    found = json.loads(FLOORS["the turbo, 1024 tokens"].read_text())["who_chooses"]
+    rows = [["tokens by", *(f"budget {budget:g}" for budget in BUDGETS)], ["---", *["---:"] * len(BUDGETS)]]
+    for start, name in CHOOSERS.items():
+        means = [[p["mean"] for p in found if p["series"].startswith(start) and p["setting"] == at] for at in BUDGETS]
+        rows.append([name, *(f"{statistics.fmean(each):.1f} dB" for each in means)])
+    return "\n".join(markdown(rows))
+
+
 def described(point: Point | None, bold: bool) -> str:
     if point is None:
         return "–"
@@ -235,6 +283,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "times": by_time,
     },
     ROOT / "docs" / "how-to" / "many-steps.md": {"main": front},
+    ROOT / "docs" / "methods.md": {"fills": fills, "choosers": choosers},
     ROOT / "docs" / "evaluation.md": {"main": on_the_base},
 }
 """What stands in a page's marked places, by their names."""
