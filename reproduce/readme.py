@@ -72,7 +72,7 @@ PARTS = {
     ),
     "the router, beside the lattice's tokens in the same checkpoint": (OURS, f"{OURS}, lattice for its router"),
     "Lattice, fitted only, beside two steps": ("Lattice 66 in 3 steps", "2 steps"),
-    "of it what comes from the step before (`recall`, `steady`)": (
+    "of that, what it takes from the step before (`recall`, `steady`)": (
         "Lattice 66 in 3 steps",
         "Lattice 66 in 3 steps, nothing recalled",
     ),
