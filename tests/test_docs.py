@@ -24,6 +24,7 @@ from browser import PHONE, TOO_WIDE, UNNAMED, become_a_phone, complaints, open_b
 from reproduce import readme
 from shiva.backbones.known import known
 from shiva.evaluate.drawing import load_with_arguments
+from shiva.evaluate.rivals import cache_hooks
 
 from tiny import make_sd3
 
@@ -66,8 +67,12 @@ def namespace(embedded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     for name, ours in NAMED.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).symlink_to(CHECKPOINTS / ours)
+    scheduler = pipe.scheduler
     yield {"shiva": shiva, "torch": torch, "diffusers": diffusers, "pipe": pipe}
     shiva.detach(pipe)
+    pipe.scheduler = scheduler
+    for module, hook in cache_hooks(pipe.transformer):  # a step cache that a page put on, which attach would refuse
+        module._diffusers_hook.remove_hook(hook, recurse=False)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ shiva validate --write-docs
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from shiva.checkpoint import write_atomically
 
 PAGE = ROOT / "docs" / "paper-claims.md"
 HEAD = """# The paper's claims, measured here
+
+{conclusion}
 
 Written by `shiva validate --write-docs` from `results/validate/*.json`, each made by the command in its section;
 `shiva validate --all` makes all of them at their full size; the last three read the committed tables of `shiva eval`
@@ -29,6 +32,8 @@ paper are in [beyond-the-paper.md](beyond-the-paper.md).
 Record = dict[str, Any]
 LARGE = "emoji-128"
 """The model of 1024 tokens."""
+QUALITY = "quality_tables"
+"""The experiment whose claims are on image quality."""
 
 
 def load(folder: Path = KEPT) -> list[Record]:
@@ -88,6 +93,18 @@ def changes(both: list[Twice]) -> str:
     return f"{other} of {len(both)} verdicts are others" if other else f"all {len(both)} verdicts are the same"
 
 
+def conclusion(records: list[Record]) -> str:
+    """How many of the paper's claims hold, and how many of those on image quality."""
+    verdicts = Counter(claim["verdict"] for record in records for claim in record["claims"])
+    del verdicts["not in the paper"]
+    quality = [claim["verdict"] for record in records if record["name"] == QUALITY for claim in record["claims"]]
+    return (
+        f"**Of the paper's {verdicts.total()} claims {verdicts['reproduced']} are reproduced, "
+        f"{verdicts['reproduced in direction']} in direction, {verdicts['not reproduced']} not. "
+        f"Of the {len(quality)} on image quality {quality.count('not reproduced')} are not.**"
+    )
+
+
 def on_1024_tokens(records: list[Record], large: list[Record]) -> list[str]:
     both = on_both(records, large)
     measured = {record["name"] for record in large}
@@ -116,7 +133,7 @@ def cell(text: str) -> str:
 
 def page(records: list[Record], large: list[Record]) -> str:
     lines = [
-        HEAD.format(changed=changes(on_both(records, large))),
+        HEAD.format(conclusion=conclusion(records), changed=changes(on_both(records, large))),
         "| Experiment | Claim | Paper | Here | Verdict |",
         "|---|---|---|---|---|",
     ]
