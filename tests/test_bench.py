@@ -32,6 +32,7 @@ from reproduce.bench.compose import (
 )
 from reproduce.bench.pages import fill_tables
 from reproduce.bench.presets import baseline_entries
+from reproduce.bench.reach import REACH, measure_reach, reach_table
 from reproduce.bench.roofline import DEVICES, Kernel, kernels_of, predict
 from reproduce.bench.scale import growth_table, measure_growth, measure_path, path_table
 from reproduce.bench.selector import OPERATORS, measure_selector, selector_table
@@ -156,6 +157,27 @@ def test_a_step_that_runs_all_tokens_is_timed_in_no_round(small: Any) -> None:
     ]
     assert limits[0][1] > 1.5
     assert limits[1:] == [pytest.approx(limits[0])] * 2
+
+
+def test_a_method_whose_every_step_runs_all_tokens_is_priced_as_dense(small: Any) -> None:
+    (_, row), _ = measure_step(small(), {"sweep 1": Entry(shiva.Sweep(budget=1.0))}, rounds=1, warmup=0)
+    assert row.limit == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "narrow"),
+    [
+        ("sd3-medium", TINY_SD3),
+        ("flux-dev", TINY_FLUX),
+        ("z-image", {"dim": 128, "n_heads": 1, "n_kv_heads": 1}),
+    ],
+)
+def test_reach_calls_a_transformer_whatever_its_arguments_are_named(name: str, narrow: dict[str, Any]) -> None:
+    real = replace(REACH[name], config={**REACH[name].config, **narrow}, text=8)
+    (row,) = measure_reach({name: real}, layers=2, tokens=64, rounds=1)
+    assert (row.tokens, row.cut) == (64, True)
+    assert row.limit > 1
+    assert name in reach_table([row], 0.6, 2).markdown()
 
 
 # -- anatomy, selector, scale, roofline ------------------------------------------------------------------
@@ -510,5 +532,5 @@ def test_without_a_checkout_two_benchmarks_are_left_and_quote_nobody(
 
 def test_every_benchmark_is_a_command() -> None:
     result = bench("--help")
-    for name in ("step", "anatomy", "selector", "train", "compile", "compose", "scale", "flops", "tables"):
+    for name in ("step", "anatomy", "selector", "train", "compile", "compose", "scale", "reach", "flops", "tables"):
         assert name in result.stdout
