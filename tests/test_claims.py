@@ -20,6 +20,7 @@ from reproduce.claims import (
     SYNTHETIC,
     accumulation,
     budget_control,
+    checking,
     claims_page,
     estimators,
     film,
@@ -249,12 +250,21 @@ def test_command_prints_verdicts_and_writes_json(tmp_path: Path) -> None:
 
 
 def test_command_refuses_an_unknown_experiment() -> None:
-    from reproduce.claims.checking import chosen
-
     with pytest.raises(ValueError, match="there is no experiment 'jacobi'; pass one of joint_learning"):
-        chosen(False, ["jacobi"])
-    assert chosen(False, None) == [*SYNTHETIC, *FROM_TABLES]
-    assert chosen(True, None) == [*SYNTHETIC, *ON_THE_MODEL, *FROM_TABLES]
+        checking.chosen(False, ["jacobi"])
+    assert checking.chosen(False, None) == [*SYNTHETIC, *FROM_TABLES]
+    assert checking.chosen(True, None) == [*SYNTHETIC, *ON_THE_MODEL, *FROM_TABLES]
+
+
+def test_what_says_nothing_of_a_model_is_not_kept_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    large = REPOSITORY / "models" / "emoji-128"
+    checking.check(True, [*FROM_TABLES, "jacobian"], large, tmp_path, record=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["quality_tables.json"]
+    kept = json.loads((KEPT / "emoji-128" / "quality_tables.json").read_text())
+    assert json.loads((tmp_path / "quality_tables.json").read_text())["claims"] == kept["claims"]
+    assert "jacobian is left out" in capsys.readouterr().out
+    assert not checking.left_out("jacobian", Path("models/emoji"))
+    assert "says nothing of models/mine" in checking.left_out("quality_tables", Path("models/mine"))
 
 
 def test_outside_a_checkout_the_error_says_where_to_run(tmp_path: Path) -> None:
