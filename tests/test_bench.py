@@ -47,11 +47,12 @@ from shiva.bench.entries import (
     meta_step,
     official_presets,
     shiva_entry,
+    timed,
     typical_row,
 )
 from shiva.bench.shapes import Shape, shape
 from shiva.bench.step import flops_table, measure_flops, measure_step, step_table
-from shiva.bench.table import Table, publish
+from shiva.bench.table import Table, environment, publish
 from shiva.cli import app
 from shiva.compiled import GraphRunner, use_graphs
 from shiva.core.cost import count
@@ -469,6 +470,16 @@ def test_a_narrow_terminal_cuts_no_figure(columns: int, name: str) -> None:
     assert name[-8:] in shown
     assert max(map(len, shown.splitlines())) <= columns
     assert shown.count("caption") == 1
+
+
+def test_a_run_on_the_cpu_is_not_told_as_one_of_the_gpu_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("no kernel was launched"))
+    assert environment()["gpu"] is None
+    assert timed(lambda: None) >= 0
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert environment()["gpu"] == "a GPU"
 
 
 def test_tables_are_written_into_their_places_only(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class Timing:
 
 
 def synchronize() -> None:
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
