@@ -29,6 +29,7 @@ from pipelines import call_sd3, dit, sd3
 from reproduce.protocols import PROTOCOLS, leading_first
 from shiva.api import resolve
 from shiva.cli import app
+from shiva.cli.eval import select
 from shiva.cli.generate import choose, generate
 from shiva.cli.terminal import numbers
 from shiva.evaluate.candidates import Candidate, Candidates, fingerprint, read_candidates
@@ -476,6 +477,21 @@ def test_a_candidate_on_the_line_of_fewer_steps_is_level_with_it() -> None:
     )
     _, found = above_the_line(evaluation, Comparison(run, list(shares), (0,), {}))
     assert found["random"]["psnr"]["wins"] == 0.5
+
+
+def test_where_nobody_can_be_matched_that_is_said(tmp_path: Path, pipe: Prompted) -> None:
+    evaluation = make(tmp_path, pipe, candidates=Candidates({"1 step": Candidate(steps=1)}), target=0.5)
+    with pytest.raises(ValueError, match=r"nobody to 50\.0% of dense FLOPs \(1 step: only a method on dense's own"):
+        PROTOCOLS["matched"](evaluation)
+
+
+def test_all_protocols_are_those_of_any_name_beside_them() -> None:
+    known: dict[str, Any] = dict.fromkeys(("main", "floor", "matched"))
+    assert select(known, ["all", "main"]) == ["main", "floor", "matched"]
+    assert select(known, ["floor", "all"]) == ["floor", "main", "matched"]
+    assert select(known, None) == ["main"]
+    with pytest.raises(ValueError, match="--protocol has no option 'floors'; did you mean 'floor'"):
+        select(known, ["all", "floors"])
 
 
 def test_without_a_dense_candidate_distances_to_it_are_left_out(tmp_path: Path, pipe: Prompted) -> None:

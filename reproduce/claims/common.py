@@ -161,7 +161,7 @@ def draw_figure(result: Result, folder: Path) -> None:
 def folder_of(output: Path | None, record: bool, quick: bool, model: Path = FIRST) -> Path:
     """Where results go; a quick run is never recorded."""
     if record and (quick or output is not None):
-        reason = "a quick run; run it at full size" if quick else f"--output {output}; pass one of them"
+        reason = "a quick run; pass --all to shiva validate, or no --quick" if quick else f"--output {output}; pass one of them"
         raise ValueError(f"--record does not go with {reason}")
     return output or (KEPT if record else PASSING) / ("" if model.name == FIRST.name else model.name)
 

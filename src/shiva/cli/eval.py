@@ -116,14 +116,14 @@ def evaluate(
 
 
 def select(known: dict[str, Protocol], names: list[str] | None) -> list[str]:
-    """The protocols asked for: `main` where none is, every one for `all`."""
+    """The protocols asked for, each once: `main` where none is, every one for `all`."""
     from shiva.core.options import unknown_key
 
-    wanted = list(known) if names == ["all"] else (names or ["main"])
-    for name in wanted:
-        if name not in known:
-            raise ValueError(unknown_key(name, [*known, "all"], "--protocol"))
-    return wanted
+    groups = {name: [name] for name in known} | {"all": list(known)}
+    for name in names or []:
+        if name not in groups:
+            raise ValueError(unknown_key(name, groups, "--protocol"))
+    return list(dict.fromkeys(part for name in names or ["main"] for part in groups[name]))
 
 
 def perform(evaluation: Evaluation, name: str, protocol: Protocol, console: Any, alone: bool) -> bool:
