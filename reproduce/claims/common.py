@@ -160,9 +160,10 @@ def draw_figure(result: Result, folder: Path) -> None:
 
 def folder_of(output: Path | None, record: bool, quick: bool, model: Path = FIRST) -> Path:
     """Where results go; a quick run is never recorded."""
-    if record and (quick or output is not None):
-        reason = "a quick run; pass --all to shiva validate, or no --quick" if quick else f"--output {output}; pass one of them"
-        raise ValueError(f"--record does not go with {reason}")
+    if record and quick:
+        raise ValueError("--record does not go with a quick run; pass --all to shiva validate, or leave --quick out")
+    if record and output is not None:
+        raise ValueError(f"--record does not go with --output {output}; pass one of them")
     return output or (KEPT if record else PASSING) / ("" if model.name == FIRST.name else model.name)
 
 

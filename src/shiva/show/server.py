@@ -21,7 +21,7 @@ from shiva.show.style import encode
 SIDE = 384
 """Pixels of an image on the page; small ones are enlarged alike."""
 WAITING = 16
-"""Drawings in the queue; more are turned away. Masks do not wait behind them, nor tables after a method's first, for which it runs."""
+"""Drawings in the queue; more are turned away. Masks do not wait behind them, nor tables but a method's first."""
 LARGEST = 1 << 16
 """Bytes of a request."""
 KEPT = (600, 3600)
