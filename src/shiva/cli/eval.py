@@ -17,7 +17,7 @@ from shiva.cli.terminal import (
     Width,
     folder_of,
     progress_line,
-    seeds_of,
+    some,
 )
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def evaluate(
     name = Path(model).name if limit is None else f"{Path(model).name}-{limit}"
     name = name if batch == 1 else f"{name}-by-{batch}"
     folder, candidates = folder_of(output, record, f"eval/{name}"), read_candidates(methods)
-    known, chosen_seeds = protocols(), seeds_of(seeds)
+    known, chosen_seeds = protocols(), some("--seeds", seeds)
     wanted = select(known, protocol)
     source = prompts or (Path(candidates.prompts) if candidates.prompts else None)
     if source is None:
