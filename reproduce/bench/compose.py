@@ -74,10 +74,10 @@ def quantize_ffn(transformer: nn.Module) -> None:
     )
 
 
-def add_lora(transformer: nn.Module, rank: int = 16) -> None:
+def add_lora(transformer: nn.Module) -> None:
     """A LoRA of small random weights on every block's attention."""
     peft = need("peft", "adapter")
-    config = peft.LoraConfig(r=rank, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=True)
+    config = peft.LoraConfig(r=16, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=True)
     peft.inject_adapter_in_model(config, transformer)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in transformer.named_parameters():

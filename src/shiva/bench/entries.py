@@ -99,9 +99,9 @@ def learned_shape(layers: int) -> RatioSchedule:
     return RatioSchedule((1000.0, 0.0), time + depth, dense=frozenset({0}))
 
 
-def typical_row(schedule: RatioSchedule, budget: float, steps: int = 50) -> RatioSchedule:
+def typical_row(schedule: RatioSchedule, budget: float) -> RatioSchedule:
     """The one step of a run whose mean keep is nearest the run's own: what a single timed step stands for."""
-    run = schedule.resample([1000.0 * (1 - step / steps) for step in range(steps)]).shift(budget)
+    run = schedule.resample([1000.0 * (1 - step / 50) for step in range(50)]).shift(budget)
     means = run.ratios()[:, run.reduced].mean(dim=1)
     row = int((means - budget).abs().argmin())
     return dataclasses.replace(run, timesteps=run.timesteps[row : row + 1], logits=run.logits[row : row + 1])
