@@ -6,6 +6,7 @@ import contextlib
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from shiva.bench.shapes import Shape
 from shiva.bench.table import Table
 from shiva.core.needs import need
 from shiva.core.options import unknown_key
+from shiva.evaluate.rivals import made
 
 PARTS = ("lora", "int8", "cache-dit", "shiva", "cache")
 """In the order that they must be applied."""
@@ -88,10 +90,7 @@ def add_lora(transformer: nn.Module) -> None:
 
 def add_cache(transformer: Any, threshold: float) -> None:
     """diffusers' FirstBlockCache; over Shiva it works because the first block stays dense."""
-    if type(transformer).__name__ == "SD3Transformer2DModel":
-        raise TypeError("FirstBlockCache cannot run SD3: its last block returns no text, which the cache subtracts")
-    hooks = importlib.import_module("diffusers.hooks")
-    hooks.apply_first_block_cache(transformer, hooks.FirstBlockCacheConfig(threshold=threshold))
+    made(SimpleNamespace(transformer=transformer), "FirstBlockCache", threshold, ())()
 
 
 def add_cache_dit(transformer: Any, threshold: float) -> None:

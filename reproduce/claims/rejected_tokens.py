@@ -94,7 +94,7 @@ def run(
     refused = {}
     try:
         add_cache(pipe.transformer, 0.1)
-    except TypeError as error:
+    except ValueError as error:
         refused["FirstBlockCache"] = str(error)
     details = {
         **described(setting),
