@@ -161,8 +161,10 @@ def test_a_step_that_runs_all_tokens_is_timed_in_no_round(small: Any) -> None:
 
 
 def test_a_method_whose_every_step_runs_all_tokens_is_priced_as_dense(small: Any) -> None:
-    (_, row), _ = measure_step(small(), {"sweep 1": Entry(shiva.Sweep(budget=1.0))}, rounds=1, warmup=0)
-    assert row.limit == pytest.approx(1)
+    results, skipped = measure_step(small(), {"sweep 1": Entry(shiva.Sweep(budget=1.0))}, rounds=1, warmup=0)
+    assert results[1].limit == pytest.approx(1)
+    table = step_table(small(), results, skipped, "adaptive")
+    assert all(float(row[table.columns.index("TFLOPs")]) > 0 for row in table.rows), "however small the shape is"
 
 
 @pytest.mark.parametrize(
