@@ -24,7 +24,7 @@ COUNTERPARTS = {"symbols": "symbols (the paper's logo)"}
 
 def main(evaluation: Evaluation) -> Found | None:
     """All methods: quality, FLOPs, latency, speed-up."""
-    return beside_the_paper(evaluation, "main", "Quality of every method")
+    return beside_the_paper(evaluation, "main", "Quality of every method", evaluation.rivals)
 
 
 def points(evaluation: Evaluation) -> Found | None:
@@ -32,8 +32,8 @@ def points(evaluation: Evaluation) -> Found | None:
     return beside_the_paper(evaluation, "points", "Operating points")
 
 
-def beside_the_paper(evaluation: Evaluation, protocol: str, title: str) -> Found | None:
-    found = protocols.overview(evaluation, protocol, title)
+def beside_the_paper(evaluation: Evaluation, protocol: str, title: str, rivals: bool = False) -> Found | None:
+    found = protocols.overview(evaluation, protocol, title, rivals)
     if found is not None:
         candidates = evaluation.run().candidates
         theirs = paper.main_table([candidates[name].paper for name in found.figures["quality"]])

@@ -32,6 +32,7 @@ from reproduce.bench.compose import (
 )
 from reproduce.bench.pages import fill_tables
 from reproduce.bench.presets import baseline_entries
+from reproduce.bench.reach import REACH, measure_reach, reach_table
 from reproduce.bench.roofline import DEVICES, Kernel, kernels_of, predict
 from reproduce.bench.scale import growth_table, measure_growth, measure_path, path_table
 from reproduce.bench.selector import OPERATORS, measure_selector, selector_table
@@ -46,11 +47,12 @@ from shiva.bench.entries import (
     meta_step,
     official_presets,
     shiva_entry,
+    timed,
     typical_row,
 )
 from shiva.bench.shapes import Shape, shape
 from shiva.bench.step import flops_table, measure_flops, measure_step, step_table
-from shiva.bench.table import Table, publish
+from shiva.bench.table import Table, environment, publish
 from shiva.cli import app
 from shiva.compiled import GraphRunner, use_graphs
 from shiva.core.cost import count
@@ -156,6 +158,29 @@ def test_a_step_that_runs_all_tokens_is_timed_in_no_round(small: Any) -> None:
     ]
     assert limits[0][1] > 1.5
     assert limits[1:] == [pytest.approx(limits[0])] * 2
+
+
+def test_a_method_whose_every_step_runs_all_tokens_is_priced_as_dense(small: Any) -> None:
+    results, skipped = measure_step(small(), {"sweep 1": Entry(shiva.Sweep(budget=1.0))}, rounds=1, warmup=0)
+    assert results[1].limit == pytest.approx(1)
+    table = step_table(small(), results, skipped, "adaptive")
+    assert all(float(row[table.columns.index("TFLOPs")]) > 0 for row in table.rows), "however small the shape is"
+
+
+@pytest.mark.parametrize(
+    ("name", "narrow"),
+    [
+        ("sd3-medium", TINY_SD3),
+        ("flux-dev", TINY_FLUX),
+        ("z-image", {"dim": 128, "n_heads": 1, "n_kv_heads": 1}),
+    ],
+)
+def test_reach_calls_a_transformer_whatever_its_arguments_are_named(name: str, narrow: dict[str, Any]) -> None:
+    real = replace(REACH[name], config={**REACH[name].config, **narrow}, text=8)
+    (row,) = measure_reach({name: real}, layers=2, tokens=64, rounds=1)
+    assert (row.tokens, row.cut) == (64, True)
+    assert row.limit > 1
+    assert name in reach_table([row], 0.6, 2).markdown()
 
 
 # -- anatomy, selector, scale, roofline ------------------------------------------------------------------
@@ -449,6 +474,16 @@ def test_a_narrow_terminal_cuts_no_figure(columns: int, name: str) -> None:
     assert shown.count("caption") == 1
 
 
+def test_a_run_on_the_cpu_is_not_told_as_one_of_the_gpu_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("no kernel was launched"))
+    assert environment()["gpu"] is None
+    assert timed(lambda: None) >= 0
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert environment()["gpu"] == "a GPU"
+
+
 def test_tables_are_written_into_their_places_only(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- bench:step -->\nold\n<!-- /bench -->\nb\n<!-- bench:train -->\nkeep\n<!-- /bench -->\n")
@@ -510,5 +545,5 @@ def test_without_a_checkout_two_benchmarks_are_left_and_quote_nobody(
 
 def test_every_benchmark_is_a_command() -> None:
     result = bench("--help")
-    for name in ("step", "anatomy", "selector", "train", "compile", "compose", "scale", "flops", "tables"):
+    for name in ("step", "anatomy", "selector", "train", "compile", "compose", "scale", "reach", "flops", "tables"):
         assert name in result.stdout

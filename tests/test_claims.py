@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from reproduce.claims import (
     SYNTHETIC,
     accumulation,
     budget_control,
+    checking,
     claims_page,
     estimators,
     film,
@@ -249,16 +251,46 @@ def test_command_prints_verdicts_and_writes_json(tmp_path: Path) -> None:
 
 
 def test_command_refuses_an_unknown_experiment() -> None:
-    from reproduce.claims.checking import chosen
-
     with pytest.raises(ValueError, match="there is no experiment 'jacobi'; pass one of joint_learning"):
-        chosen(False, ["jacobi"])
-    assert chosen(False, None) == [*SYNTHETIC, *FROM_TABLES]
-    assert chosen(True, None) == [*SYNTHETIC, *ON_THE_MODEL, *FROM_TABLES]
+        checking.chosen(False, ["jacobi"])
+    assert checking.chosen(False, None) == [*SYNTHETIC, *FROM_TABLES]
+    assert checking.chosen(True, None) == [*SYNTHETIC, *ON_THE_MODEL, *FROM_TABLES]
+
+
+def test_what_says_nothing_of_a_model_is_not_kept_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    large = REPOSITORY / "models" / "emoji-128"
+    checking.check(True, [*FROM_TABLES, "jacobian"], large, tmp_path, record=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["quality_tables.json"]
+    kept = json.loads((KEPT / "emoji-128" / "quality_tables.json").read_text())
+    assert json.loads((tmp_path / "quality_tables.json").read_text())["claims"] == kept["claims"]
+    assert "jacobian is left out" in capsys.readouterr().out
+    assert not checking.left_out("jacobian", Path("models/emoji"))
+    assert "says nothing of models/mine" in checking.left_out("quality_tables", Path("models/mine"))
 
 
 def test_outside_a_checkout_the_error_says_where_to_run(tmp_path: Path) -> None:
     assert reproduce("claims.common", tmp_path) is None
+
+
+@pytest.mark.parametrize(("name", "file"), [("floor", "emoji-64"), ("rollout_adapter", "rollout-adapter-64")])
+def test_only_what_is_recorded_goes_to_results(
+    name: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = importlib.import_module(f"reproduce.claims.{name}")
+    if name == "floor":
+        monkeypatch.setattr(module, "load_with_arguments", lambda model: (None, {}))
+        monkeypatch.setattr(module.Stage, "fitted", lambda *given: SimpleNamespace(layers=[], seconds=1.0, tokens=1))
+        monkeypatch.setattr(module, "points", lambda *given: [module.Point("Sweep", 4, 0.6, 0.6, [20.0])])
+    else:
+        point = module.Point("Sweep", 16, 0.6, [20.0], [21.0], 1, 1.0)
+        monkeypatch.setattr(module, "measured", lambda *given: point)
+    monkeypatch.chdir(tmp_path)
+    for more, folder in (([], "outputs"), (["--record"], "results")):
+        monkeypatch.setattr("sys.argv", [name, *more])
+        assert not (tmp_path / folder).exists()
+        module.main()
+        settings = json.loads((tmp_path / folder / "floor" / f"{file}.json").read_text())["settings"]
+        assert not {"output", "record", "labels"} & settings.keys()
 
 
 @pytest.mark.skipif(not KEPT.exists(), reason="no results are committed")

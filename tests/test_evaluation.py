@@ -29,17 +29,18 @@ from pipelines import call_sd3, dit, sd3
 from reproduce.protocols import PROTOCOLS, leading_first
 from shiva.api import resolve
 from shiva.cli import app
+from shiva.cli.eval import select
 from shiva.cli.generate import choose, generate
 from shiva.cli.terminal import numbers
 from shiva.evaluate.candidates import Candidate, Candidates, fingerprint, read_candidates
 from shiva.evaluate.costs import Prices, record, replay
 from shiva.evaluate.drawing import Workers, noise_seed
-from shiva.evaluate.evaluation import Evaluation
+from shiva.evaluate.evaluation import Comparison, Evaluation
 from shiva.evaluate.images import OtherImages, Settings
-from shiva.evaluate.metrics import METRICS, Tools, chosen
+from shiva.evaluate.metrics import METRICS, Score, Tools, chosen
 from shiva.evaluate.prompts import Prompt, PromptSet
 from shiva.evaluate.protocols import TOLERANCE, Found, matched
-from shiva.evaluate.tables import Paired, rank_word
+from shiva.evaluate.tables import Paired, above_the_line, rank_word
 from shiva.show.style import draw_floor
 
 REPOSITORY = Path(__file__).parents[1]
@@ -461,6 +462,36 @@ def test_the_floor_holds_each_method_against_fewer_steps_at_its_own_flops(tmp_pa
     draw_floor(document, tmp_path / "floor.png")
     assert Image.open(tmp_path / "floor.png").size[0] > 1000
     assert Image.open(tmp_path / "psnr.png").size[0] > 1000, "what was not measured has no panel"
+
+
+def test_a_candidate_on_the_line_of_fewer_steps_is_level_with_it() -> None:
+    psnr, scores = METRICS["psnr"], [0.1 * n for n in range(1, 30)]
+    shares = {"3 steps": 0.75, "random": 0.6, "2 steps": 0.5}
+    candidates = {name: Candidate(steps=int(name[0]) if "step" in name else None) for name in shares}
+    run: Any = SimpleNamespace(candidates=candidates, prompts=scores)
+    evaluation: Any = SimpleNamespace(
+        metrics=[psnr],
+        missing=lambda run: {},
+        cost=lambda run, name: SimpleNamespace(share=shares[name]),
+        scores=lambda run, name, seed: {"psnr": Score(0.0, scores)},
+    )
+    _, found = above_the_line(evaluation, Comparison(run, list(shares), (0,), {}))
+    assert found["random"]["psnr"]["wins"] == 0.5
+
+
+def test_where_nobody_can_be_matched_that_is_said(tmp_path: Path, pipe: Prompted) -> None:
+    evaluation = make(tmp_path, pipe, candidates=Candidates({"1 step": Candidate(steps=1)}), target=0.5)
+    with pytest.raises(ValueError, match=r"nobody to 50\.0% of dense FLOPs \(1 step: only a method on dense's own"):
+        PROTOCOLS["matched"](evaluation)
+
+
+def test_all_protocols_are_those_of_any_name_beside_them() -> None:
+    known: dict[str, Any] = dict.fromkeys(("main", "floor", "matched"))
+    assert select(known, ["all", "main"]) == ["main", "floor", "matched"]
+    assert select(known, ["floor", "all"]) == ["floor", "main", "matched"]
+    assert select(known, None) == ["main"]
+    with pytest.raises(ValueError, match="--protocol has no option 'floors'; did you mean 'floor'"):
+        select(known, ["all", "floors"])
 
 
 def test_without_a_dense_candidate_distances_to_it_are_left_out(tmp_path: Path, pipe: Prompted) -> None:

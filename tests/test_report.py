@@ -210,6 +210,18 @@ def test_quality_is_drawn_against_both_costs_but_not_at_equal_cost(tmp_path: Pat
     assert drawn == ["PSNR to dense, dB against GFLOPs", "PSNR to dense, dB against latency, s"]
 
 
+def test_differences_to_a_line_are_not_drawn_as_values(tmp_path: Path) -> None:
+    folder, page = evaluation(tmp_path / "eval"), Page("Test")
+    main = json.loads((folder / "tables" / "main.json").read_text())
+    columns = ["method", "FLOPs", "line between", "LPIPS to dense ↓"]
+    rows = [["ToMeSD <25%>", "83%", "3 to 4 steps", "-0.01 ± 0.002"], ["Shiva 60%", "62%", "2 to 3 steps", "-0.02"]]
+    above = {"title": "Above the line of fewer steps", "columns": columns, "rows": rows}
+    write(folder / "tables" / "main.json", {**main, "tables": [*main["tables"], above]})
+    add(page, folder)
+    assert "3 to 4 steps" in str(page)
+    assert "LPIPS to dense against" not in str(page)
+
+
 def test_linked_folders_are_left_out_so_that_a_loop_ends(tmp_path: Path) -> None:
     folder = tmp_path / "all"
     shown = evaluation(folder / "eval")

@@ -19,10 +19,12 @@ import torch
 from PIL import Image, ImageChops
 from typer.testing import CliRunner
 
+import shiva
 from browser import PATIENCE, PHONE, TOO_WIDE, UNNAMED, become_a_phone, complaints, installed, open_browser, requested
 from pipelines import dit
 from pipelines_reach import REACH
 from shiva.cli import app
+from shiva.evaluate.checkout import usual_run
 from shiva.evaluate.drawing import Outcome, load_with_arguments
 from shiva.show import server
 from shiva.show.studio import LONGEST_PROMPT, Drawn, Request, Studio, Way, ways_for
@@ -93,9 +95,9 @@ def test_a_method_runs_before_it_is_timed(studio: Studio, monkeypatch: pytest.Mo
     monkeypatch.setattr("shiva.show.studio.generate", noted)
     monkeypatch.setattr(studio, "_warm", set())
     monkeypatch.setattr(studio, "_dense", OrderedDict())
-    for budget in (0.5, 0.7):
+    for budget in (1.0, 0.5, 0.7):
         studio.draw(Request("a fox", 9, 8, budget))
-    assert runs == [("", 2), ("", 8), ("Sweep", 2), ("Sweep", 8), ("Sweep", 8)]
+    assert runs == [("", 2), ("", 8), ("", 8), ("Sweep", 2), ("Sweep", 8), ("Sweep", 8)], "all of it is no Sweep"
 
 
 REFUSED = [
@@ -122,14 +124,35 @@ def test_what_is_out_of_bounds_is_refused(asked: tuple[Any, ...], message: str) 
 def test_a_method_without_a_budget_is_refused() -> None:
     from shiva.methods import SDTM
 
-    with pytest.raises(ValueError, match="SDTM has no budget to drag"):
+    with pytest.raises(ValueError, match="SDTM has no budget to drag; .* Refresh or DiffSparse"):
         Way(SDTM())
+
+
+@pytest.mark.parametrize("config", [shiva.Refresh(), shiva.DiffSparse()], ids=lambda config: type(config).__name__)
+def test_a_checkpoint_of_any_method_with_a_budget_is_on_the_page(config: Any) -> None:
+    pipe: Any = dit()
+    pipe.set_progress_bar_config(disable=True)
+    page = server.build(Studio(pipe, {type(config).__name__: Way(config)}, guidance=2.0), "tiny", steps=2)
+    preview = next(function.fn for function in page.fns.values() if function.api_name == "preview")
+    assert preview(0.6, 2, type(config).__name__)[1].startswith("Planned")
+
+
+def test_a_pipeline_of_videos_is_refused_before_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Video:
+        def __call__(self, prompt: str, num_frames: int) -> None:
+            pytest.fail("it was drawn")
+
+    monkeypatch.setattr(server, "load_with_arguments", lambda *given: (Video(), {}))
+    with pytest.raises(ValueError, match="Video draws videos, this command images"):
+        server.run_server("clips", None, 4.0, "cpu", "float32", "127.0.0.1", free_port(), 4)
 
 
 def test_a_turbo_opens_with_what_is_made_for_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(iter(ways_for(str(EMOJI)))) == "Sweep"
     monkeypatch.setattr("shiva.show.studio.checkpoint_for", lambda model, folder: EMOJI.parent / "lattice")
-    assert list(ways_for("models/emoji-128-turbo"))[:3] == ["Shiva", "Lattice", "Sweep"]
+    for turbo in ("models/emoji-128-turbo", "Tongyi-MAI/Z-Image-Turbo"):
+        assert list(ways_for(turbo))[:3] == ["Shiva", "Lattice", "Sweep"]
+        assert usual_run(turbo) == (4, 0.0)
     assert next(iter(ways_for("elsewhere", str(EMOJI.parent / "shiva" / "60")))) == "Shiva"
     assert next(iter(ways_for("elsewhere", str(EMOJI.parent / "lattice")))) == "Lattice"
 

@@ -17,6 +17,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from recipes.emoji.common import load_data, save_grid, state_folder, to_unit, write_json
+from shiva.evaluate.metrics import pixels
 
 POSTERIOR_LOG_VARIANCE = -5.0
 """Every posterior has this variance: learning it slows the first minutes down and the diffusion needs no more."""
@@ -45,13 +46,12 @@ def make_autoencoder(channels: int = 12, widths: tuple[int, ...] = (16, 32, 64))
 
 def psnr(images: Tensor, reference: Tensor) -> Tensor:
     """Per-image PSNR in dB of (B, 3, H, W) images in [-1, 1]: (B,)."""
-    error = ((images - reference) / 2).square().flatten(1).mean(1)
-    return -10 * torch.log10(error.clamp_min(1e-10))
+    return pixels.psnr(images / 2, reference / 2)
 
 
-def augment(images: Tensor, side: int, generator: torch.Generator, reach: int = 4) -> Tensor:
+def augment(images: Tensor, side: int, generator: torch.Generator) -> Tensor:
     """A random side x side window of each (3, 64, 64) image on a white margin, half of them mirrored."""
-    padded = F.pad(images, (reach,) * 4, value=1.0)
+    padded = F.pad(images, (4,) * 4, value=1.0)
     shifts = torch.randint(0, padded.shape[-1] - side + 1, (len(images), 2), generator=generator).tolist()
     moved = [image[:, y : y + side, x : x + side] for image, (y, x) in zip(padded, shifts, strict=True)]
     mirrored = torch.rand(len(images), generator=generator) < 0.5

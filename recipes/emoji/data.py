@@ -1,6 +1,6 @@
 """Build the captioned emoji set: Microsoft's Fluent 3D art, emojibase captions, one parquet file.
 
-python -m recipes.emoji.data               # fetch with `npm pack`, build, write parquet, licences, contact sheet
+python -m recipes.emoji.data               # fetch with `npm pack`, build, write parquet and licences
 python -m recipes.emoji.data --size 128    # the same rows at 128x128
 python -m recipes.emoji.data --check       # rebuild and compare the hash of decoded content with the parquet
 """
@@ -196,19 +196,6 @@ def read_parquet(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def write_contact_sheet(rows: list[dict[str, Any]], path: Path, side: int = 20, columns: int = 50) -> None:
-    """Core labels first, then the others, held-out ones framed in red."""
-    ordered = sorted(rows, key=lambda row: not row["core"])
-    sheet = Image.new("RGB", (columns * side, -(-len(ordered) // columns) * side), "white")
-    for index, row in enumerate(ordered):
-        tile = Image.new("RGB", (side, side), "red" if row["split"] == "validation" else "white")
-        tile.paste(Image.fromarray(row["pixels"]).resize((side - 2, side - 2), Image.Resampling.BOX), (1, 1))
-        sheet.paste(tile, (index % columns * side, index // columns * side))
-    buffer = io.BytesIO()
-    sheet.quantize(128).save(buffer, "PNG", optimize=True)
-    write_atomically(path, buffer.getvalue())
-
-
 def write_licences(cache: Path, folder: Path) -> None:
     microsoft = read_members(fetch(OFFICIAL, cache), ["LICENSE"])["LICENSE"]
     emojibase = read_members(fetch(CAPTIONS, cache), ["LICENSE"])["LICENSE"]
@@ -232,8 +219,6 @@ def main() -> None:
         print(f"same content: {digest}")
         return
     write_parquet(rows, path)
-    if options.size == SIZES[0]:
-        write_contact_sheet(rows, path.with_name("contact-sheet.png"))
     write_licences(cache, path.parent)
     counts = defaultdict(lambda: [0, 0, 0])
     for row in rows:

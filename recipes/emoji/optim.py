@@ -8,13 +8,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+MOMENTUM = 0.95
+"""Of Muon."""
 
-def orthogonalize(gradients: Tensor, steps: int = 5) -> Tensor:
+
+def orthogonalize(gradients: Tensor) -> Tensor:
     """The nearest semi-orthogonal matrix of each of (M, r, c), by the quintic Newton-Schulz iteration of Muon."""
     tall = gradients.shape[-2] > gradients.shape[-1]
     x = gradients.mT if tall else gradients
     x = x / x.flatten(1).norm(dim=1).clamp_min(1e-7)[:, None, None]
-    for _ in range(steps):
+    for _ in range(5):
         gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
     return x.mT if tall else x
@@ -58,9 +61,7 @@ def is_inner_matrix(name: str, parameter: Tensor) -> bool:
 class Optimizers:
     """Both optimizers, one learning-rate factor, and a state of tensors keyed by parameter names."""
 
-    def __init__(
-        self, model: nn.Module, rate: float, muon_rate: float, weight_decay: float, momentum: float = 0.95
-    ) -> None:
+    def __init__(self, model: nn.Module, rate: float, muon_rate: float, weight_decay: float) -> None:
         named = dict(model.named_parameters())
         matrices = [name for name, p in named.items() if muon_rate > 0 and is_inner_matrix(name, p)]
         self.names = {"adamw": [name for name in named if name not in set(matrices)], "muon": matrices}
@@ -69,7 +70,7 @@ class Optimizers:
         adam = torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
         self.parts: dict[str, torch.optim.Optimizer] = {"adamw": adam}
         if matrices:
-            self.parts["muon"] = Muon([named[name] for name in matrices], muon_rate, momentum, weight_decay)
+            self.parts["muon"] = Muon([named[name] for name in matrices], muon_rate, MOMENTUM, weight_decay)
 
     def step(self, factor: float) -> None:
         for name, part in self.parts.items():

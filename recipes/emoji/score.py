@@ -98,9 +98,9 @@ def score_images(
 
 
 @torch.no_grad()
-def autoencoder_psnr(pipe: StableDiffusion3Pipeline, images: Tensor, batch: int = 64) -> float:
+def autoencoder_psnr(pipe: StableDiffusion3Pipeline, images: Tensor) -> float:
     values = []
-    for chunk in to_unit(images).split(batch):
+    for chunk in to_unit(images).split(64):
         rebuilt = pipe.vae.decode(pipe.vae.encode(chunk).latent_dist.mode()).sample
         values.append(psnr(rebuilt.clamp(-1, 1), chunk))
     return torch.cat(values).mean().item()

@@ -89,8 +89,8 @@ def similarity_match(student: Tensor, teacher: Tensor) -> Tensor:
 class ImageHead(nn.Sequential):
     """EfficientNet features to the towers' joint space; only needed while the towers train."""
 
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__(nn.Linear(1280, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, width))
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(1280, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, WIDTH))
 
 
 @torch.no_grad()

@@ -39,12 +39,12 @@ def uniform(count: int, low: float, high: float, generator: torch.Generator) -> 
     return low + (high - low) * torch.rand(count, 1, 1, 1, generator=generator)
 
 
-def distort(images: Tensor, generator: torch.Generator, strength: float = 1.0) -> Tensor:
+def distort(images: Tensor, generator: torch.Generator) -> Tensor:
     """Shift, scale, rotate, recolour, blur and noise each of (B, 3, H, W) images in [-1, 1], on white."""
     count = len(images)
-    scale = uniform(count, 1 - 0.12 * strength, 1 + 0.12 * strength, generator).flatten()
-    angle = uniform(count, -0.15 * strength, 0.15 * strength, generator).flatten()
-    shift = (torch.rand(count, 2, generator=generator) - 0.5) * 0.25 * strength
+    scale = uniform(count, 0.88, 1.12, generator).flatten()
+    angle = uniform(count, -0.15, 0.15, generator).flatten()
+    shift = (torch.rand(count, 2, generator=generator) - 0.5) * 0.25
     cosine, sine = torch.cos(angle) * scale, torch.sin(angle) * scale
     matrix = torch.stack(
         [torch.stack([cosine, -sine, shift[:, 0]], 1), torch.stack([sine, cosine, shift[:, 1]], 1)], 1
@@ -53,21 +53,21 @@ def distort(images: Tensor, generator: torch.Generator, strength: float = 1.0) -
     moved = F.grid_sample(1 - images, grid, align_corners=False)  # zeros outside, so white outside
     pixels = (1 - moved + 1) / 2
     grey = pixels.mean(1, keepdim=True)
-    pixels = grey + (pixels - grey) * uniform(count, 1 - 0.4 * strength, 1 + 0.3 * strength, generator)
-    pixels = 1 - (1 - pixels) * uniform(count, 1 - 0.2 * strength, 1 + 0.2 * strength, generator)
-    tint = 1 + (torch.rand(count, 3, 1, 1, generator=generator) - 0.5) * 0.1 * strength
+    pixels = grey + (pixels - grey) * uniform(count, 0.6, 1.3, generator)
+    pixels = 1 - (1 - pixels) * uniform(count, 0.8, 1.2, generator)
+    tint = 1 + (torch.rand(count, 3, 1, 1, generator=generator) - 0.5) * 0.1
     pixels = pixels * tint
     blurred = F.avg_pool2d(F.pad(pixels, (1,) * 4, mode="replicate"), 3, stride=1)
     blurred = F.avg_pool2d(F.pad(blurred, (1,) * 4, mode="replicate"), 3, stride=1)
-    pixels = torch.lerp(pixels, blurred, uniform(count, -0.3, 1.0, generator).clamp_min(0) * strength)
-    noise = torch.randn(pixels.shape, generator=generator) * uniform(count, 0, 0.06 * strength, generator)
+    pixels = torch.lerp(pixels, blurred, uniform(count, -0.3, 1.0, generator).clamp_min(0))
+    noise = torch.randn(pixels.shape, generator=generator) * uniform(count, 0, 0.06, generator)
     return (pixels + noise).clamp(0, 1) * 2 - 1
 
 
 @torch.no_grad()
-def retrieve(tower: ResNetForImageClassification, images: Tensor, texts: Tensor, batch: int = 128) -> Tensor:
+def retrieve(tower: ResNetForImageClassification, images: Tensor, texts: Tensor) -> Tensor:
     """Rank of text i for image i among all texts, 0 the best: (B,)."""
-    embedded = torch.cat([tower(chunk).logits for chunk in images.split(batch)])
+    embedded = torch.cat([tower(chunk).logits for chunk in images.split(128)])
     scores = F.normalize(embedded, dim=-1) @ texts.T  # (B, L)
     return (scores > scores.diagonal()[:, None]).sum(1)
 

@@ -34,7 +34,7 @@ from shiva.cli.bench import (
     shape_of,
     shiva_entries,
 )
-from shiva.cli.terminal import Height, Output, Record, Threads, Width, folder_of, numbers, progress_line
+from shiva.cli.terminal import Height, Output, Record, Threads, Width, folder_of, numbers, progress_line, some
 from shiva.methods import DyDiT
 
 app = typer.Typer()
@@ -78,9 +78,9 @@ def selector(
     name: Name = None,
 ) -> None:
     """Forward, backward and kept memory of the operators that relax top-k."""
-    folder = folder_of(output, record, "bench")
+    folder, tokens = folder_of(output, record, "bench"), some("--lengths", lengths, least=1)
     with progress_line() as progress:
-        results = measure_selector(numbers("--lengths", lengths, int), width, batch, rounds, progress=progress)
+        results = measure_selector(tokens, width, batch, rounds, progress=progress)
     found = {"operators": [asdict(row) for row in results]}
     settings = {"width": width, "batch": batch, "rounds": rounds}
     tables = [selector_table(results, width, batch)]
@@ -170,9 +170,10 @@ def scale(
     folder = folder_of(output, record, "bench")
     whole = shape("sd3-medium")
     at = shape_of("sd3-medium", None, height, width, None)
+    tokens, layers = some("--lengths", lengths, least=1), some("--depths", depths, least=2)
+    sizes = numbers("--batches", batches, int), layers
     with progress_line() as progress:
-        path = measure_path(whole, numbers("--lengths", lengths, int), rounds=max(rounds, 3), progress=progress)
-        sizes = numbers("--batches", batches, int), numbers("--depths", depths, int)
+        path = measure_path(whole, tokens, rounds=max(rounds, 3), progress=progress)
         growth = measure_growth(at, *sizes, rounds=rounds, progress=progress) if sizes[0] else []
         predictions, efficiency = predict(whole)
     found = {
@@ -224,7 +225,7 @@ def tables(
 @app.command()
 def train(
     model: Annotated[str, typer.Option(help="sd3-medium or emoji; random weights")] = "sd3-medium",
-    layers: Layers = 4,
+    layers: Annotated[int, typer.Option(min=2, help="Blocks of the slice; the first is dense")] = 4,
     height: Height = None,
     width: Width = None,
     batch: Annotated[int, typer.Option(help="Samples of a step")] = 1,

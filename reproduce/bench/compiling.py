@@ -150,13 +150,12 @@ def export_steps(
     shape: Shape,
     entry: Entry,
     steps: int,
-    budget: float = 0.6,
     progress: Callable[[str], None] = lambda name: None,
 ) -> list[ExportResult]:
     """Export each step of a run with torch.export; an operator whose shape is not a number refuses it."""
     transformer, call = shape.build(), shape.call()
     method = entry.build(transformer)
-    table = run_table(method.spec.layers, budget, steps) if isinstance(method, ShivaMethod) else None
+    table = run_table(method.spec.layers, 0.6, steps) if isinstance(method, ShivaMethod) else None
     results = []
     with attach(transformer, method, cfg=shape.cfg) as session, torch.no_grad():
         for step in range(steps):

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from shiva.bench.shapes import Shape
 from shiva.bench.table import Table
 from shiva.core.needs import need
 from shiva.core.options import unknown_key
+from shiva.evaluate.rivals import made
 
 PARTS = ("lora", "int8", "cache-dit", "shiva", "cache")
 """In the order that they must be applied."""
@@ -74,10 +76,10 @@ def quantize_ffn(transformer: nn.Module) -> None:
     )
 
 
-def add_lora(transformer: nn.Module, rank: int = 16) -> None:
+def add_lora(transformer: nn.Module) -> None:
     """A LoRA of small random weights on every block's attention."""
     peft = need("peft", "adapter")
-    config = peft.LoraConfig(r=rank, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=True)
+    config = peft.LoraConfig(r=16, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=True)
     peft.inject_adapter_in_model(config, transformer)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in transformer.named_parameters():
@@ -88,10 +90,7 @@ def add_lora(transformer: nn.Module, rank: int = 16) -> None:
 
 def add_cache(transformer: Any, threshold: float) -> None:
     """diffusers' FirstBlockCache; over Shiva it works because the first block stays dense."""
-    if type(transformer).__name__ == "SD3Transformer2DModel":
-        raise TypeError("FirstBlockCache cannot run SD3: its last block returns no text, which the cache subtracts")
-    hooks = importlib.import_module("diffusers.hooks")
-    hooks.apply_first_block_cache(transformer, hooks.FirstBlockCacheConfig(threshold=threshold))
+    made(SimpleNamespace(transformer=transformer), "FirstBlockCache", threshold, ())()
 
 
 def add_cache_dit(transformer: Any, threshold: float) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shiva.bench.entries import Attached, interleave, shiva_entry, twin
+from shiva.bench.shapes import DEPTHS, SHAPES, Shape
 from shiva.bench.table import Table
 from shiva.core.options import unknown_key
 
@@ -90,18 +91,15 @@ class Real:
 # -- the calls -------------------------------------------------------------------------------------------
 
 
-def sd3(real: Real) -> Call:
-    pooled = torch.randn(real.batch, 2048)
-    latents = real.clip(16)[:, :, 0]
-    return {"hidden_states": latents, "encoder_hidden_states": real.texts(4096), "pooled_projections": pooled} | {
-        "timestep": real.times(500.0)
-    }
+def known(shape: Shape) -> Real:
+    """What other benchmarks run too."""
 
+    def call(real: Real) -> Call:
+        _, height, width = real.size
+        return replace(shape, height=height, width=width, text=real.text).call()
 
-def flux(real: Real) -> Call:
-    ids = {"img_ids": real.ids(3), "txt_ids": torch.zeros(real.text, 3)}
-    more = {"pooled_projections": torch.randn(real.batch, 768), "guidance": real.times(3.5)}
-    return {**real.packed(64, 4096), **ids, **more}
+    size, token = (1, shape.height, shape.width), (1, shape.token, shape.token)
+    return Real(shape.cls, size, token, shape.text, call, DEPTHS[shape.cls], shape.config, shape.batch)
 
 
 def chroma(real: Real) -> Call:
@@ -149,20 +147,11 @@ def cogvideox(real: Real) -> Call:
 
 DOUBLE_AND_SINGLE = ("num_layers", "num_single_layers")
 KLEIN = {"num_attention_heads": 24, "joint_attention_dim": 7680, "guidance_embeds": False}
-SD3 = {"sample_size": 128, "num_attention_heads": 24, "caption_projection_dim": 1536, "pos_embed_max_size": 192}
 WAN = {"num_attention_heads": 12, "ffn_dim": 8960}
 SQUARE: Grid = (1, 1024, 1024)
 REACH: dict[str, Real] = {
-    "sd3-medium": Real("SD3Transformer2DModel", SQUARE, (1, 16, 16), 333, sd3, config=SD3, batch=2),
-    "flux-dev": Real(
-        "FluxTransformer2DModel",
-        SQUARE,
-        (1, 16, 16),
-        512,
-        flux,
-        DOUBLE_AND_SINGLE,
-        {"pooled_projection_dim": 768, "guidance_embeds": True},
-    ),
+    "sd3-medium": known(SHAPES["sd3-medium"]),
+    "flux-dev": known(SHAPES["flux-dev"]),
     "flux2-klein-4b": Real("Flux2Transformer2DModel", SQUARE, (1, 16, 16), 512, flux2, DOUBLE_AND_SINGLE, KLEIN),
     "qwen-image": Real("QwenImageTransformer2DModel", (1, 1328, 1328), (1, 16, 16), 128, qwen),
     "z-image": Real("ZImageTransformer2DModel", SQUARE, (1, 16, 16), 128, zimage, ("n_layers",)),

@@ -21,6 +21,7 @@ from shiva.core.layout import Layout
 from shiva.core.reduction import Reduction, Streams
 
 LENGTHS = (1024, 4096, 16384, 65536)
+KEEP = 0.6
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,6 @@ class PathResult:
 def measure_path(
     shape: Shape,
     lengths: tuple[int, ...] = LENGTHS,
-    budget: float = 0.6,
     rounds: int = 5,
     warmup: int = 2,
     progress: Callable[[str], None] = lambda name: None,
@@ -49,7 +49,7 @@ def measure_path(
     """Router, sort, gather and scatter of one layer, by the number of image tokens."""
     model = shape.build("meta")
     spec = backbone_of(model).spec(model)
-    method = shiva_entry(budget, flat=True).build(model)
+    method = shiva_entry(KEEP, flat=True).build(model)
     site = next(s for s in backbone_of(model).sites(model) if s.kind == "block" and s.layer == 1)
     results = []
     for tokens in lengths:
@@ -85,16 +85,15 @@ def measure_path(
                     timing.seconds.append(spent)
         stages = {stage: spent / rounds for stage, spent in clock.seconds.items()}
         written = 4 * shape.batch * spec.width * (tokens + ctx.counts[1])
-        flops = block_flops(tokens, spec.width, shape.batch) / 1e12
+        flops = block_flops(tokens + shape.text, spec.width, shape.batch) / 1e12
         results.append(PathResult(tokens, timing.median, stages, written, flops))
         progress(f"{tokens} tokens")
     return results
 
 
-def block_flops(tokens: int, width: int, batch: int, text: int = 333) -> float:
-    """A joint block's true FLOPs: 12 D^2 weights for each stream, and attention over both."""
-    whole = tokens + text
-    return batch * (2 * 12 * width**2 * whole + 4 * whole**2 * width)
+def block_flops(tokens: int, width: int, batch: int) -> float:
+    """A joint block's true FLOPs: 12 D^2 weights for each stream's tokens, and attention over all of them."""
+    return batch * (2 * 12 * width**2 * tokens + 4 * tokens**2 * width)
 
 
 def path_table(shape: Shape, results: list[PathResult]) -> Table:
@@ -109,7 +108,7 @@ def path_table(shape: Shape, results: list[PathResult]) -> Table:
         written = f"{row.bytes / 2**20:.0f} MiB"
         rows.append((str(row.tokens), seconds(row.seconds), growth, *stages, written, f"{row.block_tflops:.2f}"))
     return Table(
-        title=f"The pruning path of one layer by tokens, width of {shape.name}, batch {shape.batch}, keep 0.6",
+        title=f"The pruning path of one layer by tokens, width of {shape.name}, batch {shape.batch}, keep {KEEP}",
         columns=("N", "path", "growth", "router", "sort", "gather", "scatter", "writes", "dense block, TFLOPs"),
         rows=rows,
         caption="writes: kept tokens and the residual stream once, linear in N, as the path's operators are; its time "
@@ -131,7 +130,6 @@ def measure_growth(
     shape: Shape,
     batches: tuple[int, ...] = (1, 2, 4),
     depths: tuple[int, ...] = (2, 4, 8),
-    budget: float = 0.6,
     rounds: int = 3,
     progress: Callable[[str], None] = lambda name: None,
 ) -> list[GrowthResult]:
@@ -140,7 +138,7 @@ def measure_growth(
     results = []
     for batch, layers in dict.fromkeys(settings):
         at = dataclasses.replace(shape.slice(layers), batch=batch)
-        (dense, reduced), _ = measure_step(at, {"shiva": shiva_entry(budget)}, rounds, progress=progress)
+        (dense, reduced), _ = measure_step(at, {"shiva": shiva_entry(KEEP)}, rounds, progress=progress)
         results.append(GrowthResult(batch, layers, dense, reduced))
     return results
 
@@ -158,7 +156,7 @@ def growth_table(shape: Shape, results: list[GrowthResult]) -> Table:
         for row in results
     ]
     return Table(
-        title=f"A step by batch and depth, {shape.name}, {shape.height}x{shape.width}, Shiva at 0.6",
+        title=f"A step by batch and depth, {shape.name}, {shape.height}x{shape.width}, Shiva at {KEEP}",
         columns=("size", "dense", "shiva", "speed-up", "limit", "eff."),
         rows=rows,
         caption="the paper: per image 9.5% faster at two images than at one, dense unchanged (app. Anatomy)",

@@ -109,17 +109,17 @@ def saved_bytes(call: Callable[[], Tensor]) -> int:
     return sum(storages.values())
 
 
-def passes(call: Callable[[], Tensor], inputs: list[Tensor], rounds: int, warmup: int) -> tuple[float, float]:
-    """Median seconds forward and backward."""
+def passes(call: Callable[[], Tensor], inputs: list[Tensor], rounds: int) -> tuple[float, float]:
+    """Median seconds forward and backward, after a round that warms up."""
     forward, backward = Timing(), Timing()
-    for round_ in range(warmup + rounds):
+    for round_ in range(1 + rounds):
         out: list[Tensor] = []
         ahead = timed(lambda out=out: out.append(call()))  # type: ignore[misc]
         grad = torch.ones_like(out[0]).mul_(
             torch.linspace(-1, 1, out[0].shape[1]).view(1, -1, *[1] * (out[0].ndim - 2))
         )
         back = timed(lambda out=out, grad=grad: torch.autograd.grad(out[0], inputs, grad, allow_unused=True))  # type: ignore[misc]
-        if round_ >= warmup:
+        if round_:
             forward.seconds.append(ahead)
             backward.seconds.append(back)
     return forward.median, backward.median
@@ -138,7 +138,6 @@ def measure_selector(
     width: int = 1536,
     batch: int = 2,
     rounds: int = 5,
-    warmup: int = 1,
     names: tuple[str, ...] = tuple(OPERATORS),
     limit: float | None = None,
     progress: Callable[[str], None] = lambda name: None,
@@ -157,28 +156,26 @@ def measure_selector(
                 reason = f"needs about {needed / 2**30:.0f} GiB of {limit / 2**30:.0f}"
                 results.append(SelectorResult(name, tokens, skipped=reason))
             else:
-                results.append(_measure_one(name, operator, scores, k, width, rounds, warmup))
+                results.append(_measure_one(name, operator, scores, k, width, rounds))
             progress(f"{name} at {tokens}")
     return results
 
 
-def _measure_one(
-    name: str, operator: Operator, scores: Tensor, k: Tensor, width: int, rounds: int, warmup: int
-) -> SelectorResult:
+def _measure_one(name: str, operator: Operator, scores: Tensor, k: Tensor, width: int, rounds: int) -> SelectorResult:
     batch, tokens = scores.shape
     inputs = [scores, k] if operator.learns_k else [scores]
 
     def alone() -> Tensor:
         return operator.gates(scores, k if operator.learns_k else k.detach())
 
-    forward, backward = passes(alone, inputs, rounds, warmup)
+    forward, backward = passes(alone, inputs, rounds)
     saved = saved_bytes(alone)
     x = torch.randn(batch, tokens, width).requires_grad_()
 
     def on_tokens() -> Tensor:
         return operator.tokens(scores, k if operator.learns_k else k.detach(), x)
 
-    forward_x, backward_x = passes(on_tokens, [*inputs, x], max(1, rounds // 2), 1)
+    forward_x, backward_x = passes(on_tokens, [*inputs, x], max(1, rounds // 2))
     return SelectorResult(name, tokens, forward, backward, saved, forward_x, backward_x, saved_bytes(on_tokens))
 
 

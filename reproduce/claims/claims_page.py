@@ -46,9 +46,9 @@ def load(folder: Path = KEPT) -> list[Record]:
     return [json.loads(path.read_text()) for path in paths]
 
 
-def load_large(folder: Path = KEPT / LARGE) -> list[Record]:
+def load_large() -> list[Record]:
     """What was measured on the model of 1024 tokens too, in the same order."""
-    paths = [folder / f"{name}.json" for name in (*ON_THE_MODEL, *FROM_TABLES)]
+    paths = [KEPT / LARGE / f"{name}.json" for name in (*ON_THE_MODEL, *FROM_TABLES)]
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import io
 import json
 import sys
 import time
@@ -22,7 +21,7 @@ from torch import Tensor
 from reproduce.claims import ON_THE_MODEL
 from shiva.bench.table import environment
 from shiva.checkpoint import write_atomically
-from shiva.show.style import PALETTE, legend_beside
+from shiva.show.style import PALETTE, encode, legend_beside
 
 Verdict = Literal["reproduced", "reproduced in direction", "not reproduced", "not in the paper"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -31,6 +30,8 @@ COLOURS = {"reproduced": "green", "reproduced in direction": "yellow", "not repr
 ROOT = Path(__file__).parents[2]
 FIRST = ROOT / "models" / "emoji"
 """The model of 256 tokens that claims are checked on first."""
+LABELS = ROOT / "recipes" / "emoji" / "data" / "fluent-emoji-64.parquet"
+"""Prompts of experiments on whole images."""
 KEPT = ROOT / "results" / "validate"
 """Results at full size, which are committed: by `--record` alone. Those of another model have a folder in it."""
 PASSING = ROOT / "outputs" / "validate"
@@ -106,6 +107,12 @@ def shown(stats: dict[str, float]) -> str:
     return f"{stats['mean']:.3f} ± {stats['std']:.3f}" if stats["count"] > 1 else f"{stats['mean']:.3f}"
 
 
+def apart(texts: Sequence[str], count: int) -> tuple[list[str], list[str]]:
+    """So many of the prompts, evenly spaced, to be drawn; and the others, to be learned from."""
+    drawn = list(texts[:: len(texts) // count][:count])
+    return drawn, [text for text in texts if text not in drawn]
+
+
 def progress(items: Sequence[T], what: str) -> Iterable[T]:
     return track(items, what, transient=True, disable=not sys.stdout.isatty(), console=Console(stderr=True))
 
@@ -152,17 +159,17 @@ def draw_figure(result: Result, folder: Path) -> None:
         figure, axes = pyplot.subplots(figsize=(7.5, 3.4), layout="constrained")
         draw(result, axes)
         legend_beside(axes, 7)
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=110, metadata={"Software": None})
+        picture = encode(figure, dpi=110)
         pyplot.close(figure)
-    write_atomically(folder / f"{result.name}.png", picture.getvalue())
+    write_atomically(folder / f"{result.name}.png", picture)
 
 
 def folder_of(output: Path | None, record: bool, quick: bool, model: Path = FIRST) -> Path:
     """Where results go; a quick run is never recorded."""
-    if record and (quick or output is not None):
-        reason = "a quick run; run it at full size" if quick else f"--output {output}; pass one of them"
-        raise ValueError(f"--record does not go with {reason}")
+    if record and quick:
+        raise ValueError("--record does not go with a quick run; pass --all to shiva validate, or leave --quick out")
+    if record and output is not None:
+        raise ValueError(f"--record does not go with --output {output}; pass one of them")
     return output or (KEPT if record else PASSING) / ("" if model.name == FIRST.name else model.name)
 
 

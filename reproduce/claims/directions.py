@@ -110,12 +110,12 @@ def fixed_budget_marginals(
     return exact
 
 
-def gumbel_direction(task: Pruned, scores: Tensor, k: int, tau: float = 1.0) -> Tensor:
+def gumbel_direction(task: Pruned, scores: Tensor, k: int) -> Tensor:
     """dL/ds (N,) of a Gumbel-sigmoid straight-through gate in the soft rank's place.
 
     Scores are taken to hold their logistic noise already; the threshold lies between the k-th and the next, so the
     mask is top-k's own. Each gate knows its own score alone, and no budget.
     """
     ordered = scores.sort(descending=True).values
-    gate = torch.sigmoid((scores - (ordered[k - 1] + ordered[k]) / 2) / tau)
-    return estimate(task, hard_topk(scores[None], k), "input")[0] * gate * (1 - gate) / tau
+    gate = torch.sigmoid(scores - (ordered[k - 1] + ordered[k]) / 2)
+    return estimate(task, hard_topk(scores[None], k), "input")[0] * gate * (1 - gate)

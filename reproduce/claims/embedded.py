@@ -247,8 +247,9 @@ def measure(trainer: Ablation, images: int) -> Stats:
     return found
 
 
-def mean_keep(trainer: Trainer, points: int = 256) -> float:
+def mean_keep(trainer: Trainer) -> float:
     """The policy's noise-free mean ratio of reduced layers, over the timesteps of training and sampling."""
+    points = 256
     method: Any = trainer.method
     process, (height, width) = trainer.objectives.process, trainer.prepared.held_out.grid(0)
     tokens = trainer.family.tokens((height, width))

@@ -1,10 +1,10 @@
 """What a skipped token gets x which are skipped x what is attended to: PSNR to the dense run of as many steps, over
 true FLOPs, beside fewer steps.
 
-    python -m reproduce.claims.floor                                  # 4 and 8 steps of the embedded model
-    python -m reproduce.claims.floor --steps 4 --budgets 0.6 0.4 --output outputs/floor
+    python -m reproduce.claims.floor --record                         # 4 and 8 steps of the embedded model
+    python -m reproduce.claims.floor --steps 4 --budgets 0.6 0.4      # to outputs/floor
     python -m reproduce.claims.floor --model models/emoji-128-turbo --name emoji-128-turbo --steps 4 --guidance 0 \\
-      --checkpoint models/turbo/shiva
+      --checkpoint models/turbo/shiva --record
 
 A checkpoint of Shiva runs with its own router, and with a lattice and random tokens in the router's place. Lattice is
 fitted on other prompts than those that are drawn, with nothing trained. FLOPs hold the fill's own. The oracle computes
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import io
 import itertools
 import json
 import statistics
@@ -32,9 +31,10 @@ from rich.table import Table
 from torch import Tensor
 
 import shiva
-from reproduce.claims.common import ROOT, progress
+from reproduce.claims.common import LABELS, apart, progress
 from shiva.bench.table import environment
 from shiva.checkpoint import write_atomically
+from shiva.cli.terminal import folder_of
 from shiva.core.context import StepContext
 from shiva.core.method import BackboneSpec, Method, Place, Run
 from shiva.core.reduction import Streams, flat_rows, gather, scatter
@@ -47,9 +47,8 @@ from shiva.methods import scores
 from shiva.methods.rules import LatticeMethod
 from shiva.methods.scores import Score
 from shiva.ops.topk import hard_topk
-from shiva.show.style import PALETTE
+from shiva.show.style import PALETTE, encode
 
-LABELS = ROOT / "recipes" / "emoji" / "data" / "fluent-emoji-64.parquet"
 FEWER = "fewer steps"
 BATCH = 8
 
@@ -249,10 +248,9 @@ def figure_of(found: Sequence[Point]) -> bytes | None:
         axes.set(title=f"{steps} steps", xlabel="true FLOPs, % of dense", ylabel="PSNR to dense, dB")
         axes.grid(alpha=0.3)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110, metadata={"Software": None})
+    picture = encode(figure, dpi=110)
     pyplot.close(figure)
-    return picture.getvalue()
+    return picture
 
 
 def main() -> None:
@@ -269,13 +267,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shapes", type=float, help="a budget, at which rank and spread are varied too")
     parser.add_argument("--checkpoint", type=Path, help="of Shiva, which runs in one step less")
-    parser.add_argument("--output", type=Path, default=ROOT / "results" / "floor")
+    parser.add_argument("--output", type=Path, help="folder of what is written; outputs/floor otherwise")
+    parser.add_argument("--record", action="store_true", help="write to results/floor, which is committed")
     options = parser.parse_args()
+    folder = folder_of(options.output, options.record, "floor")
     start, console = time.perf_counter(), Console()
     pipe, arguments = load_with_arguments(options.model)
     texts = read_prompts(options.labels).limited(options.prompts + options.fit).texts
-    drawn = texts[:: len(texts) // options.prompts][: options.prompts]
-    others = [text for text in texts if text not in drawn]
+    drawn, others = apart(texts, options.prompts)
     stage = Stage(pipe, arguments, options.guidance, options.seed, drawn, others)
     found: list[Point] = []
     fits = {}
@@ -293,7 +292,7 @@ def main() -> None:
     if shapes or chosen:
         console.print(table_of([*shapes, *chosen], options.steps[0]))
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
-    del settings["output"], settings["labels"]
+    del settings["output"], settings["record"], settings["labels"]
     if options.checkpoint:
         settings["checkpoint_weights"] = fingerprint(options.checkpoint)
     record = {
@@ -306,10 +305,10 @@ def main() -> None:
         "seconds": round(time.perf_counter() - start, 1),
         "environment": environment(),
     }
-    write_atomically(options.output / f"{options.name}.json", (json.dumps(record, indent=1) + "\n").encode())
+    write_atomically(folder / f"{options.name}.json", (json.dumps(record, indent=1) + "\n").encode())
     picture = figure_of(found)
     if picture is not None:
-        write_atomically(options.output / f"{options.name}.png", picture)
+        write_atomically(folder / f"{options.name}.png", picture)
 
 
 if __name__ == "__main__":

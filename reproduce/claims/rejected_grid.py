@@ -19,6 +19,7 @@ from torch import Tensor
 
 import shiva
 from reproduce.claims.common import progress
+from reproduce.claims.embedded import digest
 from reproduce.claims.mag_cache import MagCached
 from shiva.checkpoint import write_atomically
 from shiva.core.method import MethodConfig
@@ -66,13 +67,6 @@ class Point:
         return self.series if self.keep is None else f"{self.series}, {self.keep:g}"
 
 
-@functools.cache
-def weights_digest(model: Path) -> str:
-    """Of the transformer's files, read once: they may be replaced while the loaded ones run."""
-    files = sorted((model / "transformer").glob("*.safetensors"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
 @dataclass(frozen=True)
 class Setting:
     """What all candidates have in common."""
@@ -84,9 +78,14 @@ class Setting:
     state: Path
     """Folder of finished candidates."""
 
+    @functools.cached_property
+    def weights(self) -> str:
+        """Of the transformer's files, read once: they may be replaced while the loaded ones run."""
+        return digest(self.model / "transformer", "*.safetensors")
+
     def key(self, *more: Any) -> str:
         """Of a result: it changes with the weights, the prompts and whatever else the result depends on."""
-        what = (weights_digest(self.model), self.prompts.texts, self.seeds, self.guidance, *more)
+        what = (self.weights, self.prompts.texts, self.seeds, self.guidance, *more)
         return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
@@ -231,8 +230,9 @@ def untrained(score: str, **options: Any) -> MethodConfig:
     return shiva.Sweep(tilt=0.0, **options) if score == "sweep" else shiva.Ranked(score=score, **options)
 
 
-def short_runs(steps: Sequence[int], keep: float = 0.6) -> list[Point]:
+def short_runs(steps: Sequence[int]) -> list[Point]:
     """What a rejected token gets, at several lengths of run."""
+    keep = 0.6
     kinds = [*((kind, "random") for kind in ("identity", "near", "cached")), ("cached, attending to all", "sweep")]
     return [
         Point(f"{kind}, {score}", keep, Candidate(untrained(score, budget=keep, **REJECTED[kind])), n)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from reproduce.bench.compose import add_cache
-from reproduce.claims.common import FIRST, ROOT, Claim, Result, main, progress
+from reproduce.claims.common import FIRST, LABELS, ROOT, Claim, Result, main, progress
 from reproduce.claims.rejected_grid import (
     RANKINGS,
     REJECTED,
@@ -46,7 +46,6 @@ KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 TIMED = (0.6,)
 SHORT = (4, 6, 8, 16, 25)
 PARTS = ("selectors", "others", "fewer-steps", "whole-step", "short")
-LABELS = ROOT / "recipes" / "emoji" / "data" / "fluent-emoji-64.parquet"
 COLUMNS = {
     "flops_share": "FLOPs",
     "time_share": "time",
@@ -95,7 +94,7 @@ def run(
     refused = {}
     try:
         add_cache(pipe.transformer, 0.1)
-    except TypeError as error:
+    except ValueError as error:
         refused["FirstBlockCache"] = str(error)
     details = {
         **described(setting),

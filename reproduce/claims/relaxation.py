@@ -25,10 +25,10 @@ from shiva.ops.topk import hard_topk, inclusion, input_gated, select_tokens
 WIDTH = 16
 
 
-def transported(scores: Tensor, g: Tensor, tau_rank: float = 0.2, tau_sel: float = 0.1) -> Tensor:
+def transported(scores: Tensor, g: Tensor) -> Tensor:
     """J'g (B, N): what g (B, N) at the inclusions becomes at the scores, at k = N / 2."""
     leaf = scores.detach().requires_grad_()
-    pi = inclusion(leaf, torch.tensor(scores.shape[-1] / 2), tau_rank, tau_sel)
+    pi = inclusion(leaf, torch.tensor(scores.shape[-1] / 2), 0.2, 0.1)
     return torch.autograd.grad(pi, leaf, g)[0]
 
 

@@ -1,6 +1,6 @@
 """An adapter against stale context: trained on Sweep's own runs, each of whose steps it leads back to the dense run.
 
-    python -m reproduce.claims.rollout_adapter                  # 64 px, 16 steps; fewer steps get the same adapter
+    python -m reproduce.claims.rollout_adapter --record         # 64 px, 16 steps; fewer steps get the same adapter
 
 From one noise the dense model runs first. Then the reduced one does, without gradient from step to step; at each step
 the adapter learns the prediction that would meet the dense run at the next noise level. A dense run of fewer steps
@@ -28,15 +28,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import shiva
-from reproduce.claims.common import ROOT, progress
+from reproduce.claims.common import LABELS, apart, progress
 from shiva.bench.table import environment
 from shiva.checkpoint import write_atomically
+from shiva.cli.terminal import folder_of
 from shiva.evaluate.candidates import fingerprint
 from shiva.evaluate.drawing import draw, load_with_arguments
 from shiva.evaluate.metrics.pixels import image_psnr
 from shiva.evaluate.prompts import read_prompts
 
-LABELS = ROOT / "recipes" / "emoji" / "data" / "fluent-emoji-64.parquet"
 PROJECTIONS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
 
 
@@ -144,9 +144,7 @@ def train(runs: Runs, session: Any, steps: int, options: argparse.Namespace, pro
 def measured(name: str, method: Any, steps: int, options: argparse.Namespace) -> Point:
     """Before and after training, on a pipeline of its own."""
     pipe, arguments = load_with_arguments(options.model)
-    texts = read_prompts(options.labels).texts
-    drawn = texts[:: len(texts) // options.prompts][: options.prompts]
-    others = [text for text in texts if text not in drawn]
+    drawn, others = apart(read_prompts(options.labels).texts, options.prompts)
 
     def images(count: int) -> list[Any]:
         places = range(len(drawn))
@@ -182,8 +180,10 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=5e-4)
     parser.add_argument("--prompts", type=int, default=16, help="drawn and measured")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=ROOT / "results" / "floor")
+    parser.add_argument("--output", type=Path, help="folder of what is written; outputs/floor otherwise")
+    parser.add_argument("--record", action="store_true", help="write to results/floor, which is committed")
     options = parser.parse_args()
+    folder = folder_of(options.output, options.record, "floor")
     found = [measured(f"Sweep {options.budget:g}", shiva.Sweep(budget=options.budget), options.steps, options)]
     options.lessons = options.lessons * options.steps // options.fewer
     found.append(measured(f"{options.fewer} steps", None, options.fewer, options))
@@ -193,13 +193,13 @@ def main() -> None:
         table.add_row(point.name, f"{point.flops:.0%}", *means, str(point.optimizer_steps), f"{point.seconds:.0f}")
     Console().print(table)
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
-    del settings["output"], settings["labels"], settings["lessons"]
+    del settings["output"], settings["record"], settings["labels"], settings["lessons"]
     record = {
         "settings": {**settings, "weights": fingerprint(options.model)},
         "points": [asdict(point) for point in found],
         "environment": environment(),
     }
-    write_atomically(options.output / f"{options.name}.json", (json.dumps(record, indent=1) + "\n").encode())
+    write_atomically(folder / f"{options.name}.json", (json.dumps(record, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python reproduce/claims/softrank_speed.py
 
-Prints a table and writes results/softrank_speed.json. The clock is the thread's own processor time, which on an
+Prints a table and writes outputs/softrank_speed.json. The clock is the thread's own processor time, which on an
 idle machine is the wall time; other load still shows through shared caches, hence the load average in the record.
 """
 
@@ -22,6 +22,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from shiva.bench.table import cpu_name
+from shiva.checkpoint import write_atomically
 from shiva.ops.softrank import choose, soft_rank
 
 METHODS = ("direct", "cells", "soe", "auto")
@@ -60,13 +62,6 @@ def measure(method: str, n: int, repeats: int) -> dict[str, object]:
     }
 
 
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=31)
@@ -89,9 +84,8 @@ def main() -> None:
         table.add_row(str(n), *(f"{c['forward_ms']:.2f} / {c['vjp_ms']:.2f}" if c else "" for c in cells))
     Console().print(table)
 
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     report = {"environment": environment, "setting": setting, "load": load, "rows": rows}
-    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_atomically(options.output, (json.dumps(report, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import shiva
-from reproduce.claims.common import progress
+from reproduce.claims.common import LABELS, apart, progress
 from shiva.bench.table import environment
 from shiva.checkpoint import write_atomically
 from shiva.core import BackboneSpec, Place, StepContext
@@ -43,7 +43,6 @@ from shiva.fitting import Watching
 from shiva.methods.refresh import Refresh, RefreshMethod
 from shiva.ops.probe import FEATURES, look
 
-LABELS = Path("recipes/emoji/data/fluent-emoji-64.parquet")
 RIDGE = 1e-3
 
 
@@ -54,10 +53,10 @@ class KeyWatcher(Method):
     """Runs all tokens; sums what the change of the first block's output tells of the change of keys and values."""
 
     sites = frozenset({"block", "keys"})
+    leading = 1
 
-    def __init__(self, spec: BackboneSpec, leading: int = 1):
+    def __init__(self, spec: BackboneSpec):
         super().__init__(Watching(), spec)
-        self.leading = leading
         self.before: dict[str, tuple[Tensor, Tensor]] = {}
         self.sums: dict[str, tuple[Tensor, Tensor]] = {}
         self.now = torch.empty(0)
@@ -207,8 +206,7 @@ def main() -> None:
     options = parser.parse_args()
     pipe, arguments = load_with_arguments(options.model)
     texts = read_prompts(options.labels).limited(options.prompts + options.fit).texts
-    drawn, others = texts[:: len(texts) // options.prompts][: options.prompts], []
-    others = [text for text in texts if text not in drawn][: options.fit]
+    drawn, others = apart(texts, options.prompts)
 
     def images(prompts: list[str], seed: int, **more: Any) -> list[Any]:
         return draw(pipe, prompts, seed, range(len(prompts)), options.steps, options.guidance, **arguments, **more)
@@ -245,6 +243,7 @@ def main() -> None:
         table.add_row(point.name, *row)
     Console().print(table)
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    del settings["output"], settings["labels"]
     record = {"settings": settings, "points": [dataclasses.asdict(p) for p in found], "environment": environment()}
     write_atomically(options.output / "stale-context.json", (json.dumps(record, indent=1) + "\n").encode())
 

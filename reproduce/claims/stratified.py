@@ -28,8 +28,9 @@ SCHEDULES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def theory(schedule: Callable[[Tensor], Tensor], points: int = 4096) -> float:
+def theory(schedule: Callable[[Tensor], Tensor]) -> float:
     """sigma^2 over the mean variance within strata (the law of total variance)."""
+    points = 4096
     r = schedule((torch.arange(BATCH * points, dtype=torch.float64) + 0.5) / (BATCH * points))
     return float(r.var(correction=0) / r.view(BATCH, points).var(dim=1, correction=0).mean())
 

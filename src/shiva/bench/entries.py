@@ -49,7 +49,7 @@ class Timing:
 
 
 def synchronize() -> None:
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
@@ -99,9 +99,9 @@ def learned_shape(layers: int) -> RatioSchedule:
     return RatioSchedule((1000.0, 0.0), time + depth, dense=frozenset({0}))
 
 
-def typical_row(schedule: RatioSchedule, budget: float, steps: int = 50) -> RatioSchedule:
+def typical_row(schedule: RatioSchedule, budget: float) -> RatioSchedule:
     """The one step of a run whose mean keep is nearest the run's own: what a single timed step stands for."""
-    run = schedule.resample([1000.0 * (1 - step / steps) for step in range(steps)]).shift(budget)
+    run = schedule.resample([1000.0 * (1 - step / 50) for step in range(50)]).shift(budget)
     means = run.ratios()[:, run.reduced].mean(dim=1)
     row = int((means - budget).abs().argmin())
     return dataclasses.replace(run, timesteps=run.timesteps[row : row + 1], logits=run.logits[row : row + 1])
@@ -161,7 +161,8 @@ class Attached:
             self.step = (self.step or 0) + 1
         self.turns += 1
         call = new_run(self.call, self.session.backbone.latents)
-        call["timestep"] = call["timestep"] * (1 - (self.step or 0) / 1000)
+        if self.step is not None:
+            call["timestep"] = call["timestep"] * (1 - self.step / 1000)
         return lambda: self.transformer(**call)
 
     @property
@@ -171,16 +172,16 @@ class Attached:
         return bool(ctx is not None and stats and tensor_bytes(ctx.run)) and not reduced(stats[-1])
 
     def price(self, turns: int) -> Flops:
-        """Median FLOPs of the latest turns that were not whole, by the session's prices, which leave out routers."""
-        priced = zip(self.session.stats, self.session.summary().step_flops(), strict=True)
-        latest = [flops for ran, flops in priced if reduced(ran)][-turns:]
-        ordered = sorted(latest, key=lambda flops: flops.true)
+        """Median FLOPs of the latest turns, whole ones only where all are, by the session's prices without routers."""
+        priced = list(zip(self.session.stats, self.session.summary().step_flops(), strict=True))
+        latest = [flops for ran, flops in priced if reduced(ran)] or [flops for _, flops in priced]
+        ordered = sorted(latest[-turns:], key=lambda flops: flops.true)
         middle = ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
         return total(middle).scaled(1 / len(middle))
 
     def overhead(self) -> dict[str, float]:
-        """Milliseconds a step in each phase of the reduction path, over all turns but whole ones."""
-        turns = self.turns if self.step is None else sum(map(reduced, self.session.stats))
+        """Milliseconds in each phase of the reduction path, of all turns, by turn that was not whole."""
+        turns = self.turns if self.step is None else sum(map(reduced, self.session.stats)) or self.turns
         return {name: 1e3 * spent / max(1, turns) for name, spent in self.session.phases().items()}
 
 

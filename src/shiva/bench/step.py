@@ -124,8 +124,8 @@ def step_table(shape: Shape, results: list[StepResult], skipped: list[Skipped], 
             "paper": "" if row.paper is None else f"{row.paper:.2f}x",
             "limit": f"{row.limit:.2f}x",
             "eff.": f"{row.efficiency:.2f}",
-            "TFLOPs": f"{row.tflops:.2f}",
-            "paper's count": f"{row.tflops_paper:.2f}",
+            "TFLOPs": f"{row.tflops:.3g}",
+            "paper's count": f"{row.tflops_paper:.3g}",
             "overhead": f"{sum(row.overhead.values()) / (1e3 * dense.seconds):.2%}" if row.overhead else "",
         }
         for row in results

@@ -40,8 +40,7 @@ def version(package: str) -> str | None:
 
 
 def environment() -> dict[str, Any]:
-    """Device, threads and versions of this process."""
-    cuda = torch.cuda.is_available()
+    """Device, threads and versions of this process; a GPU that it does not use is not told."""
     return {
         "date": date.today().isoformat(),
         "python": platform.python_version(),
@@ -50,7 +49,7 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "malloc": os.environ.get("GLIBC_TUNABLES"),
-        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,
         "packages": {name: found for name in PACKAGES if (found := version(name))},
     }
 

@@ -17,7 +17,7 @@ from shiva.cli.terminal import (
     Width,
     folder_of,
     progress_line,
-    seeds_of,
+    some,
 )
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def evaluate(
     name = Path(model).name if limit is None else f"{Path(model).name}-{limit}"
     name = name if batch == 1 else f"{name}-by-{batch}"
     folder, candidates = folder_of(output, record, f"eval/{name}"), read_candidates(methods)
-    known, chosen_seeds = protocols(), seeds_of(seeds)
+    known, chosen_seeds = protocols(), some("--seeds", seeds)
     wanted = select(known, protocol)
     source = prompts or (Path(candidates.prompts) if candidates.prompts else None)
     if source is None:
@@ -116,14 +116,14 @@ def evaluate(
 
 
 def select(known: dict[str, Protocol], names: list[str] | None) -> list[str]:
-    """The protocols asked for: `main` where none is, every one for `all`."""
+    """The protocols asked for, each once: `main` where none is, every one for `all`."""
     from shiva.core.options import unknown_key
 
-    wanted = list(known) if names == ["all"] else (names or ["main"])
-    for name in wanted:
-        if name not in known:
-            raise ValueError(unknown_key(name, [*known, "all"], "--protocol"))
-    return wanted
+    groups = {name: [name] for name in known} | {"all": list(known)}
+    for name in names or []:
+        if name not in groups:
+            raise ValueError(unknown_key(name, groups, "--protocol"))
+    return list(dict.fromkeys(part for name in names or ["main"] for part in groups[name]))
 
 
 def perform(evaluation: Evaluation, name: str, protocol: Protocol, console: Any, alone: bool) -> bool:

@@ -18,7 +18,7 @@ from shiva.cli.terminal import (
     folder_of,
     numbers,
     progress_line,
-    seeds_of,
+    some,
 )
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def frontier(
         raise ValueError(f"--fewer {wrong[0]} is not fewer than --steps {steps}; pass numbers from 1 to {steps - 1}")
     wanted_caches, base = known("--caches", caches, CacheName), known("--solver", solver, Solver)[0]
     pruned = measuring.pruning([method for method in methods.split(",") if method], shares)
-    chosen_seeds = seeds_of(seeds)
+    chosen_seeds = some("--seeds", seeds)
     quiet()
     size: Any = {"height": height, "width": width}
     shared = prepare(model, device, dtype, steps=steps, guidance=guidance, **size)

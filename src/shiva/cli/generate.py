@@ -94,6 +94,8 @@ def choose(
 
     if checkpoint is not None and method is not None:
         raise ValueError(f"--checkpoint {checkpoint} and --method {method} exclude each other; pass one")
+    if preset != "official" and method is None:
+        raise ValueError(f"--preset {preset} needs a method that it is of: pass --method too, or leave it out")
     options = {**options, **({} if budget is None else {"budget": budget})}
     if checkpoint is None and method is None and options:
         given = f"--budget {budget}" if budget is not None else f"--set {next(iter(options))}"

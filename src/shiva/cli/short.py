@@ -113,13 +113,13 @@ def validate(
     """Check the paper's claims: a verdict for each, with the paper's figure and ours."""
     from shiva.evaluate.checkout import reproduce
 
-    checking = reproduce("claims.checking")
-    if checking is None:
+    claims = reproduce("claims.claims_page" if write_docs else "claims.checking")
+    if claims is None:
         raise FileNotFoundError("reproduce/ is not here; run shiva validate in a checkout of the repository")
     if write_docs:
-        typer.echo(f"wrote {checking.write_page()}")
+        typer.echo(f"wrote {claims.write()}")
     else:
-        checking.check(every, only, model, output, record)
+        claims.check(every, only, model, output, record)
 
 
 def report(

@@ -100,12 +100,14 @@ def numbers(option: str, text: str, kind: type = float) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(listed(option, text, kind)))
 
 
-def seeds_of(text: str) -> tuple[int, ...]:
-    """At least one whole number."""
-    seeds = numbers("--seeds", text, int)
-    if not seeds:
-        raise ValueError("--seeds names none, so nothing would be drawn; pass such as --seeds 0,1")
-    return seeds
+def some(option: str, text: str, least: int = 0) -> tuple[int, ...]:
+    """Whole numbers between commas, each once: at least one, and none below `least`."""
+    found = numbers(option, text, int)
+    if not found:
+        raise ValueError(f"{option} names none; pass such as {option} {least},{least + 1}")
+    if min(found) < least:
+        raise ValueError(f"{option} {text} holds {min(found)}; pass {least} or more")
+    return found
 
 
 def listed(option: str, text: str, kind: type = float) -> list[Any]:

@@ -74,7 +74,7 @@ def near(path: Path) -> Path:
 
 def usual_run(model: str | Path) -> tuple[int, float]:
     """Steps and guidance that a model is meant for: the embedded ones' own, else common ones."""
-    name = Path(model).name
+    name = Path(model).name.lower()
     if name.endswith("-turbo"):
         return 4, 0.0
     return (16, 3.0) if name in BASE else (28, 4.5)

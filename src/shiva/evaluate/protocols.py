@@ -108,12 +108,13 @@ def compared(evaluation: Evaluation, protocol: str, run: Run, seeds: tuple[int, 
 
 def main(evaluation: Evaluation) -> Found | None:
     """All methods: quality, FLOPs, latency, speed-up."""
-    return overview(evaluation, "main", "Quality of every method")
+    return overview(evaluation, "main", "Quality of every method", evaluation.rivals)
 
 
-def overview(evaluation: Evaluation, protocol: str, title: str) -> Found | None:
+def overview(evaluation: Evaluation, protocol: str, title: str, rivals: bool = False) -> Found | None:
+    """Quality and cost of a protocol's candidates, perhaps beside what every user has for nothing."""
     shown = compared(evaluation, protocol, evaluation.run(), evaluation.seeds)
-    if evaluation.rivals and protocol == "main":
+    if rivals:
         shown = beside_rivals(evaluation, shown)
     if not evaluation.workers.main:
         return None
@@ -167,12 +168,15 @@ def match(evaluation: Evaluation) -> Found | None:
     run.candidates |= dict(turned.values())
     wanted = {named: name for name, (named, _) in turned.items()}
     whole = evaluation.complete(run, list(wanted), evaluation.seeds)
-    if not evaluation.workers.main:
-        return None
     failed = {name: run.skipped[named] for named, name in wanted.items() if named not in whole}
     absent = {name: why for name in names if (why := {**run.skipped, **refused, **failed}.get(name))}
     reduced = Comparison(run, whole, evaluation.seeds, absent)
     shown = dataclasses.replace(reduced, names=[*([DENSE] if DENSE in run.candidates else []), *whole])
+    if not shown.names:
+        reasons = "; ".join(f"{name}: {why}" for name, why in absent.items())
+        raise ValueError(f"--protocol matched brings nobody to {target:.1%} of dense FLOPs ({reasons}); name others")
+    if not evaluation.workers.main:
+        return None
     quality, figures = tables.quality(evaluation, shown, f"Every method at {target:.1%} of dense FLOPs")
     costs, prices = tables.costs(evaluation, shown)
     filled, found = [quality, costs], {"target": target, "quality": figures, "cost": prices}

@@ -206,7 +206,7 @@ def above_the_line(evaluation: Evaluation, shown: Comparison) -> tuple[Table, di
         pairs = {}
         for metric in metrics:
             ends = (values(metric, scores[end]) for end in (low, high))
-            line = [(1 - weight) * a + weight * b for a, b in zip(*ends, strict=True)]
+            line = [a + weight * (b - a) for a, b in zip(*ends, strict=True)]
             pairs[metric] = Paired.of(values(metric, scores[name]), line, metric.higher)
         found[name] = {metric.name: pair.to_dict() for metric, pair in pairs.items()}
         cells = (f"{p} ({p.wins:.0%})" if m.each else f"{p.mean:+.3g}" for m, p in pairs.items())

@@ -294,12 +294,13 @@ def all_alike(prices: Mapping[str, float]) -> bool:
 
 
 def texts_of(table: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """A table of methods as text: by heading, then by method; the paper's own are left out."""
-    if table["columns"][0] != "method" or table["title"].startswith("The paper's"):
+    """A table of methods as text: by heading, then by method; the paper's own and differences are left out."""
+    columns = table["columns"]
+    if columns[0] != "method" or "line between" in columns or table["title"].startswith("The paper's"):
         return {}
     return {
         heading: {str(row[0]): str(row[place]) for row in table["rows"]}
-        for place, heading in enumerate(table["columns"])
+        for place, heading in enumerate(columns)
         if place and not PAPER.match(heading)
     }
 

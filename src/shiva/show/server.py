@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from shiva.core.needs import need
-from shiva.evaluate.drawing import load_with_arguments, quiet
+from shiva.evaluate.drawing import load_with_arguments, of_images, quiet
 from shiva.show import figures
 from shiva.show.studio import BUDGETS, LONGEST_PROMPT, SEEDS, STEPS, Drawn, Request, Studio, ways_for, whole_number
 from shiva.show.style import encode
@@ -21,7 +21,7 @@ from shiva.show.style import encode
 SIDE = 384
 """Pixels of an image on the page; small ones are enlarged alike."""
 WAITING = 16
-"""Drawings in the queue; more are turned away. Tables and masks do not wait behind them."""
+"""Drawings in the queue; more are turned away. Masks do not wait behind them, nor tables but a method's first."""
 LARGEST = 1 << 16
 """Bytes of a request."""
 KEPT = (600, 3600)
@@ -53,7 +53,7 @@ def run_server(
     quiet()
     ways = ways_for(model, checkpoint)
     pipe, arguments = load_with_arguments(model, dtype, device)
-    page = build(Studio(pipe, ways, guidance, **arguments), Path(model).name, steps)
+    page = build(Studio(of_images(pipe), ways, guidance, **arguments), Path(model).name, steps)
     Console().print(f"open http://{host}:{port} ; stop with Ctrl-C")
     try:
         launch(page, host, port)
@@ -149,7 +149,7 @@ def build(studio: Studio, model: str, steps: int) -> Any:
             with gradio.Column(scale=1, min_width=280):
                 prompt = gradio.Textbox(opening.prompt, label="Prompt", max_length=LONGEST_PROMPT, elem_id="prompt")
                 way = gradio.Dropdown(list(studio.ways), value=first, label="Method", elem_id="method")
-                meaning = gradio.Markdown(MEANINGS[first], elem_id="meaning")
+                meaning = gradio.Markdown(MEANINGS.get(first, ""), elem_id="meaning")
                 budget = gradio.Slider(
                     *BUDGETS, value=SHARE, step=0.05, label="Share of the image that is computed", elem_id="budget"
                 )
@@ -236,7 +236,7 @@ def show_plan(studio: Studio, request: Request) -> tuple[Any, str, str]:
     """The shifted table as a picture, what it will cost, and what the method does."""
     from PIL import Image
 
-    plan, meaning = studio.plan(request), MEANINGS[request.way]
+    plan, meaning = studio.plan(request), MEANINGS.get(request.way, "")
     if plan is None:
         return None, f"What {request.way} computes is counted when it draws.", meaning
     drawn = Image.open(io.BytesIO(encode(figures.schedule_map(plan.keep, plan.timesteps, TABLE), dpi=110)))

@@ -49,7 +49,8 @@ class Way:
     def __post_init__(self) -> None:
         if not isinstance(self.config, (CountOptions, ToMeSD, type(None))):
             raise ValueError(
-                f"{type(self.config).__name__} has no budget to drag; pass a checkpoint of Shiva or Lattice"
+                f"{type(self.config).__name__} has no budget to drag; pass a checkpoint of Shiva, Lattice, "
+                "Refresh or DiffSparse"
             )
 
     @property
@@ -89,7 +90,7 @@ def ways_for(model: str, checkpoint: str | None = None) -> dict[str, Way]:
         own = Way(ShivaCheckpoint.from_pretrained(checkpoint))
         named = {type(own.config).__name__: own}
         found = {**named, **found, **named}
-    few_steps = Path(model).name.endswith("-turbo")  # where a sweep has too few to go round
+    few_steps = Path(model).name.lower().endswith("-turbo")  # where a sweep has too few to go round
     first = found if few_steps or checkpoint else {}
     return {**first, "Sweep": Way(Sweep()), **found, "Fewer steps": Way(None), "ToMeSD": Way(ToMeSD())}
 
@@ -245,7 +246,8 @@ class Studio:
         with self._lock:
             remembered = request.dense in self._dense
             dense = self._dense_outcome(request)
-            outcome = self._run(request, request.way, way.candidate(request.budget), steps)
+            name = request.way if request.budget < 1 else ""
+            outcome = self._run(request, name, way.candidate(request.budget), steps)
         trace, summary = outcome.trace, outcome.summary
         every = torch.ones(steps, self.spec.layers, *self.grid, dtype=torch.bool)
         share = 1.0 if summary is None else summary.flops_share

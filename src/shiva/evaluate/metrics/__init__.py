@@ -52,12 +52,12 @@ class Pictures:
         if batch:
             yield torch.stack(batch)
 
-    def beside(self, others: Pictures, size: int = 16) -> Iterator[tuple[Tensor, Tensor]]:
+    def beside(self, others: Pictures) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of this set with the images at the same places of another."""
         if len(self) != len(others):
             raise ValueError(f"{len(self)} images cannot be paired with {len(others)}; generate the missing ones")
         start = 0
-        for batch in self.batches(size):
+        for batch in self.batches():
             stop = start + len(batch)
             pair = [others._load(index) for index in range(start, stop)]
             start = stop
