@@ -142,7 +142,7 @@ class Stepper:
         shapes = [(name, shape_of(value)) for name, value in call.items()]
         if shapes != self._shapes:
             self._shapes = shapes
-            priced = {name: value for name, value in call.items() if name not in self.backbone.unpriced}
+            priced = self.backbone.priced(call)
             self._example = priced if self.backbone.priced_by_running else tree_map(to_meta, priced)
 
     def _begin(self, ctx: StepContext, call: Call) -> None:

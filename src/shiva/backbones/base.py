@@ -246,6 +246,10 @@ class Backbone:
     def signals(self, transformer: Any, call: Call) -> Signals:
         raise NotImplementedError
 
+    def priced(self, call: Call) -> Call:
+        """What is kept of a call to price it by, after its run."""
+        return {name: value for name, value in call.items() if name not in self.unpriced}
+
     def is_extra(self, call: Call) -> bool:
         """Whether a call is beside a step's own, on other blocks: it runs dense and is not counted."""
         return False
