@@ -12,7 +12,7 @@ from torch import Tensor
 import shiva
 from pipelines_reach import REACH
 from shiva.core.cost import count
-from tiny_images import IMAGES, grid_ids, with_ids
+from tiny_images import IMAGES, fibo, grid_ids, with_ids
 from tiny_videos import VIDEOS
 
 from tiny import Tiny, noise
@@ -24,9 +24,17 @@ def longcat_edit(batch: int, rows: int, columns: int, timestep: float = 500.0) -
     return {**call, "hidden_states": torch.cat([call["hidden_states"], noise(batch, 6, 4, seed=5)], dim=1)}
 
 
+def fibo_edit(batch: int, rows: int, columns: int, timestep: float = 500.0) -> dict[str, Any]:
+    call = fibo(batch, rows, columns, timestep)
+    mask = torch.nn.functional.pad(call["joint_attention_kwargs"]["attention_mask"], (0, 6))
+    edit = {key: value for key, value in longcat_edit(batch, rows, columns).items() if key != "timestep"}
+    return {**call, **edit, "joint_attention_kwargs": {"attention_mask": mask}}
+
+
 EDITING: dict[str, Tiny] = {
     **{name: IMAGES[name] for name in ("kontext", "qwen", "qwen-zero-t")},
     "longcat": Tiny(IMAGES["longcat"].make, longcat_edit),
+    "fibo": Tiny(IMAGES["fibo"].make, fibo_edit),
     "wan-per-token": VIDEOS["wan-per-token"],
     "ltx-per-token": VIDEOS["ltx-per-token"],
 }

@@ -21,7 +21,7 @@ from shiva.methods.shortcut import ShortcutFill
 from shiva.ops.shortcut import shortcut_flops
 from shiva.ops.topk import hard_topk
 
-from tiny import BACKBONES, call_sd3, fitted, make_sd3, run
+from tiny import BACKBONES, call_flux, call_sd3, fitted, make_flux, make_sd3, noise, run
 
 WHOLE = ("sd3", "sd35", "pixart", "dit")
 """Those whose blocks keep attention and feed-forward apart."""
@@ -246,6 +246,41 @@ def test_a_recorded_step_reads_the_noise_level_of_each_step() -> None:
         recorded = [run(model, call) for call in calls]
         assert len(session.runner.recordings) == 1
     for a, b in zip(eager, recorded, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def two_grids() -> list[dict[str, Any]]:
+    """Of as many tokens, so that packed they have one shape."""
+    return [call_flux(1, *grid) for grid in ((4, 9), (6, 6))]
+
+
+def two_prompts() -> list[dict[str, Any]]:
+    """Two runs under sequential guidance: prompts of two lengths, each before the same empty one."""
+    calls = []
+    for tokens in (5, 7):
+        call = call_sd3(1, 6, 6)
+        call["hidden_states"] = noise(1, 4, 12, 12, seed=tokens)
+        calls += [{**call, "encoder_hidden_states": noise(1, tokens, 24, seed=4)}, call]
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("config", "make", "calls"),
+    [
+        (shiva.Shiva(budget=0.5, fill="shortcut"), make_flux, two_grids()),
+        (shiva.Shiva(budget=0.5, guidance="shared"), make_sd3, two_prompts()),
+    ],
+    ids=["another grid", "guidance of another prompt"],
+)
+def test_a_recorded_step_is_replayed_only_where_it_is_the_same(config: Any, make: Any, calls: list[Any]) -> None:
+    model, found = make(), {}
+    with shiva.attach(model, config) as session:
+        fitted(session.method) if config.fill == "shortcut" else None
+        for runner in (None, GraphRunner(session, Again())):
+            session.runner = runner
+            session.begin_run()
+            found[runner] = [run(model, call) for call in calls]
+    for a, b in zip(*found.values(), strict=True):
         torch.testing.assert_close(a, b)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,8 +98,11 @@ def test_a_prefix_in_qwens_own_cache_is_not_the_images() -> None:
     model = tiny.make()
     from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 
+    caches = []
+
     def two_steps() -> Tensor:
         cache = {"kv_cache": QwenImage21KVCache(4)}
+        caches[:] = [weakref.ref(cache["kv_cache"])]
         output(model, {**tiny.call(2, 4, 6, 900.0), **cache, "kv_cache_mode": "extract"})
         return output(model, {**tiny.call(2, 4, 6), **cache, "kv_cache_mode": "cached"})
 
@@ -110,6 +114,7 @@ def test_a_prefix_in_qwens_own_cache_is_not_the_images() -> None:
     with shiva.attach(model, shiva.Shiva(budget=0.5)) as session:
         two_steps()
         assert session.summary().flops_share < 0.9
+        assert caches[0]() is None, "its memory is free once the run is over"
 
 
 @pytest.mark.parametrize("name", [name for name in DECLARED if name != "auraflow"])

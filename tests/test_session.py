@@ -186,6 +186,21 @@ def test_record_holds_every_block_dense_and_reduced() -> None:
     torch.testing.assert_close(teacher.updates[1], teacher.outputs[1] - teacher.outputs[0])
 
 
+def test_a_recording_is_of_the_calls_and_not_of_their_pricing() -> None:
+    model, tiny = make_sd3(), BACKBONES["sd3"]
+    with shiva.attach(model, shiva.Shiva(budget=0.5)) as session:
+        with session.record() as recording:
+            run(model, tiny.call(1, 6, 6))
+            session.summary()
+        assert not any(output.is_meta for output in (*recording.outputs.values(), *recording.updates.values()))
+        small = session.cost_model()
+        with session.disabled(), session.record():
+            run(model, tiny.call(1, 8, 8))
+        assert session.cost_model().tokens == 64
+        run(model, tiny.call(1, 6, 6))
+        assert session.cost_model() == small
+
+
 def test_attaching_again_replaces_the_session_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     model, call = make_sd3(), BACKBONES["sd3"].call(1, 6, 6)
     dense = run(model, call)

@@ -112,6 +112,8 @@ class GraphRunner:
     def __init__(self, session: Session, recorder: Recorder):
         self.session, self.recorder = session, recorder
         self.recordings: dict[Hashable, RecordedStep] = {}
+        """By the calls of a step up to the recorded one: under guidance the later read what the first has chosen."""
+        self._calls: tuple[Hashable, ...] = ()
 
     def __call__(self, ctx: StepContext, call: Call) -> Any:
         if not ctx.counts:
@@ -129,10 +131,11 @@ class GraphRunner:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         others = [repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
         shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        key = (ctx.counts, ctx.branch, ctx.guidance_pairs, str(structure), tuple(others), tuple(shapes))
-        recording = self.recordings.get(key)
+        latest = (ctx.layout, ctx.counts, ctx.guidance_pairs, str(structure), tuple(others), tuple(shapes))
+        self._calls = (*self._calls, latest) if ctx.branch else (latest,)
+        recording = self.recordings.get(self._calls)
         if recording is None:
-            recording = self.recordings[key] = self._record(ctx, leaves, structure)
+            recording = self.recordings[self._calls] = self._record(ctx, leaves, structure)
         for static, tensor in zip(recording.inputs, tensors, strict=True):
             static.copy_(tensor)
         recording.replay()

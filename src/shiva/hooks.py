@@ -263,10 +263,11 @@ class Hooks:
 
     @contextlib.contextmanager
     def probed(self) -> Iterator[dict[str, Call]]:
-        """Run dense inside this context, and collect the arguments of every site's call."""
-        self.calls = {}
+        """Run dense and unrecorded inside this context, and collect the arguments of every site's call."""
+        session, self.calls = self.session, {}
+        recording, session._recording = session._recording, None
         try:
-            with self.session.disabled():
+            with session.disabled():
                 yield self.calls
         finally:
-            self.calls = None
+            self.calls, session._recording = None, recording

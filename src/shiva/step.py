@@ -83,8 +83,6 @@ class Stepper:
         self.layout: Layout | None = None
         """Of the latest call."""
         self._layout_of: tuple[list[Any], Seen] | None = None
-        self._priced: Layout | None = None
-        """Of the call whose shapes are kept for pricing."""
         self._compiled: Callable[..., Any] | None = None
         method.to(next(transformer.parameters()).device)
         self.hooks = Hooks(self)
@@ -147,7 +145,7 @@ class Stepper:
         shapes = [(name, shape_of(value)) for name, value in call.items()]
         if shapes != self._shapes:
             self._shapes = shapes
-            priced = {name: value for name, value in call.items() if name not in self.backbone.unpriced}
+            priced = self.backbone.priced(call)
             self._example = priced if self.backbone.priced_by_running else tree_map(to_meta, priced)
 
     def _begin(self, ctx: StepContext, call: Call) -> None:
@@ -192,7 +190,7 @@ class Stepper:
         return Flops(self._batch * self.method.own_flops(ctx, ctx.counts if counts is None else counts), 0.0)
 
     def _context(self, call: Call) -> StepContext:
-        self._priced = layout = self._read_layout(call)
+        layout = self._read_layout(call)
         latents = self.backbone.latents_of(call)
         seen = self.backbone.channels_second(latents)
         self._batch = latents.shape[0]
@@ -278,23 +276,23 @@ class Stepper:
         """FLOPs of each block at any number of image tokens, at the shapes of the latest call."""
         blocks = [site for site in self.backbone.sites(self.transformer) if site.kind == "block"]
         dense, costs = self._price(blocks)
-        assert self._priced is not None
-        layout = self._priced
+        assert self.layout is not None
         layers = tuple(costs[site.name] for site in blocks)
-        own = functools.partial(self._own_flops, StepContext(layout=layout, timestep=0.0))
-        return CostModel(dense - total(cost(layout.tokens) for cost in layers), layers, layout.tokens, own)
+        own = functools.partial(self._own_flops, StepContext(layout=self.layout, timestep=0.0))
+        tokens = self.layout.tokens
+        return CostModel(dense - total(cost(tokens) for cost in layers), layers, tokens, own)
 
     def _price(self, sites: Sequence[Site], frozen: bool = False) -> tuple[Flops, dict[str, SiteCost]]:
         """FLOPs of the latest call run dense, and of each site by its number of tokens; nothing is computed.
 
         `frozen`, the sites are priced without the reference tokens, which are keys only.
         """
-        if self._example is None or self._priced is None:
+        if self._example is None or self.layout is None:
             raise RuntimeError("no call has been seen yet; run the pipeline once, then ask for its cost")
         if not self.attached:
             raise RuntimeError("the session is detached; ask for its cost or summary before detach()")
         first, steps = self._tracker.run.first, self._tracker.steps
-        shapes = StepContext(layout=self._priced, timestep=0.0, first=first, steps=steps, frozen=frozen)
+        shapes = StepContext(layout=self.layout, timestep=0.0, first=first, steps=steps, frozen=frozen)
         whole = self.method._sees_all(shapes)
         keys = Keys(self.hooks.key_sites() if whole or frozen else [], whole, self.method.fresh_keys)
         return price(self.transformer, self._example, sites, shapes, keys, self.hooks.probed())

@@ -79,9 +79,9 @@ class Site(Place):
 
     def references(self, rest: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """Of what `split` leaves (B, R, D), the reference tokens before and after the image."""
-        start = layout.text if self.text == "leads" else 0
-        before, after = rest[:, start:].tensor_split([layout.before], dim=1)
-        return before, after[:, : layout.after]
+        references, _ = self.split(rest, layout.alone())
+        before, after = references.tensor_split([layout.before], dim=1)
+        return before, after
 
     def join(self, image: Tensor, rest: Tensor | None, layout: Layout) -> Tensor:
         """The reverse of `split`."""
@@ -112,9 +112,12 @@ class Site(Place):
     ) -> Streams:
         """Call the module on image tokens (B, K, D), with everything per-token gathered alike."""
         call, layout = dict(call), ctx.layout
+        frozen, references = ctx.frozen and self.kind == "block", None
+        inside = layout.alone() if frozen else layout
         rest = self.split(call[self.image], layout)[1]
-        frozen = ctx.frozen and self.kind == "block"
-        call[self.image] = image if frozen else self.join(image, rest, layout)
+        if frozen and rest is not None:
+            references, rest = self.split(rest, inside)
+        call[self.image] = self.join(image, rest, inside)
         if (reduction is not None or frozen) and self.per_token:
             whole_keys = reduction is not None and reduction.whole_keys
             chosen = Chosen(positions_of(reduction, image), layout, whole_keys, frozen)
@@ -122,13 +125,12 @@ class Site(Place):
                 for name, gather in self.per_token.items():
                     if call.get(name) is not None:
                         call[name] = gather(call[name], chosen)
-        if not frozen:
-            return self.unpack(forward(**call), layout)
-        ctx.layout = layout.alone()
+        ctx.layout = inside
         try:
-            return self.unpack(forward(**call), ctx.layout)._replace(rest=rest)
+            streams = self.unpack(forward(**call), inside)
         finally:
             ctx.layout = layout
+        return streams if references is None else streams._replace(rest=self.join(references, streams.rest, inside))
 
     def unpack(self, output: Any, layout: Layout) -> Streams:
         if len(self.outputs) == 1:
@@ -243,6 +245,10 @@ class Backbone:
 
     def signals(self, transformer: Any, call: Call) -> Signals:
         raise NotImplementedError
+
+    def priced(self, call: Call) -> Call:
+        """What is kept of a call to price it by, after its run."""
+        return {name: value for name, value in call.items() if name not in self.unpriced}
 
     def is_extra(self, call: Call) -> bool:
         """Whether a call is beside a step's own, on other blocks: it runs dense and is not counted."""

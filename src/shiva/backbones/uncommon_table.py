@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from shiva.backbones.base import Call, register
 from shiva.backbones.grids import Latents, PositionIds
@@ -198,7 +200,20 @@ def sequence_rope(rope: Tensor, chosen: Chosen) -> Any:
     return shared_rows(rope, chosen.rows(rope.shape[0], after_text=True))
 
 
-QWEN21 = PatternBackbone(
+@dataclass(frozen=True, kw_only=True)
+class Qwen21(PatternBackbone):
+    def priced(self, call: Call) -> Call:
+        """Its own cache of keys by sizes alone, as zeros that share one place."""
+        if call.get("kv_cache") is None:
+            return call
+        cache = copy.copy(call["kv_cache"])
+        cache.layer_caches = [copy.copy(layer) for layer in cache.layer_caches]
+        for layer in cache.layer_caches:
+            vars(layer).update(tree_map_only(Tensor, lambda kept: kept.new_zeros(()).expand_as(kept), vars(layer)))
+        return {**call, "kv_cache": cache}
+
+
+QWEN21 = Qwen21(
     transformers=("QwenImage21Transformer2DModel",),
     stacks=(
         Stack(
