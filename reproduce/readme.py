@@ -13,8 +13,7 @@ from typing import Any
 
 from shiva.checkpoint import write_atomically
 from shiva.evaluate.frontier import Kind, Point, best
-from shiva.show.documents import tables_of
-from shiva.show.report import texts_of
+from shiva.show.documents import tables_of, texts_of
 
 ROOT = Path(__file__).parents[1]
 EVALUATION = ROOT / "results" / "eval" / "emoji-128-turbo-16" / "tables" / "floor.json"

@@ -46,16 +46,20 @@ def sd3() -> DiffusionPipeline:
     )
 
 
-def call_sd3(prompts: int, guidance: float) -> dict[str, Any]:
+def embeds(prompts: int) -> dict[str, Any]:
+    """What two text encoders would make of prompts and empty ones, and the size of the image."""
     return {
         "prompt_embeds": noise(prompts, TEXT, 24, seed=4),
         "pooled_prompt_embeds": noise(prompts, 20, seed=5),
         "negative_prompt_embeds": noise(prompts, TEXT, 24, seed=6),
         "negative_pooled_prompt_embeds": noise(prompts, 20, seed=7),
-        "guidance_scale": guidance,
         "height": 32,
         "width": 24,
     }
+
+
+def call_sd3(prompts: int, guidance: float) -> dict[str, Any]:
+    return {**embeds(prompts), "guidance_scale": guidance}
 
 
 def flux() -> DiffusionPipeline:
@@ -66,15 +70,7 @@ def flux() -> DiffusionPipeline:
 
 
 def call_flux(prompts: int, guidance: float) -> dict[str, Any]:
-    return {
-        "prompt_embeds": noise(prompts, TEXT, 24, seed=4),
-        "pooled_prompt_embeds": noise(prompts, 20, seed=5),
-        "negative_prompt_embeds": noise(prompts, TEXT, 24, seed=6),
-        "negative_pooled_prompt_embeds": noise(prompts, 20, seed=7),
-        "true_cfg_scale": guidance,
-        "height": 32,
-        "width": 24,
-    }
+    return {**embeds(prompts), "true_cfg_scale": guidance}
 
 
 def pixart() -> DiffusionPipeline:

@@ -197,6 +197,21 @@ def test_an_unknown_transformer_is_refused() -> None:
         family_of(type("Pipe", (), {"transformer": torch.nn.Linear(1, 1)})())
 
 
+def made_small(row: Row, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """A tiny pipeline, saved beside four images, and what makes a recipe for its family train it in no time."""
+    made = row.make()
+    made.save_pretrained(folder / "pipeline")
+    save_folder(folder / "images", 4)
+    return made, {
+        "model": {"path": str(folder / "pipeline")},
+        "data": {"kind": "imagefolder", "path": str(folder / "images"), "caption": "text", "resolution": 32},
+        "method": {"bottleneck": 4},
+        "sampling": {"batch": 2},
+        "adapter": {"rank": 2, "alpha": 2},
+        "validation": {"samples": 1, "images": 0, "every": 0},
+    }
+
+
 RECIPES = {"flux2-klein": "klein", "qwen-image": "qwen", "z-image": "zimage", "wan": "wan"}
 FEW_STEPS = {"sd35-turbo": "sd3", "flux-schnell": "flux", "flux2-klein-turbo": "klein"}
 
@@ -208,25 +223,16 @@ def test_a_recipe_for_few_steps_trains_a_tiny_pipeline(
 ) -> None:
     """Its own settings but for size, data and steps: three steps that are led back to a dense run of four."""
     row = ROWS[FEW_STEPS[recipe]]
-    made = row.make()
-    made.save_pretrained(tmp_path / "pipeline")
-    save_folder(tmp_path / "images", 4)
+    made, changes = made_small(row, tmp_path)
     text = {key: value[:1] for key, value in row.text.items()}
 
     def encode(self: Any, prompts: Any) -> Text:
         return {key: value.repeat(len(prompts), *[1] * (value.ndim - 1)) for key, value in text.items()}
 
     monkeypatch.setattr(type(family_of(made)), "encode", encode)
-    changes = {
-        "model": {"path": str(tmp_path / "pipeline"), "text_length": None},
-        "data": {"kind": "imagefolder", "path": str(tmp_path / "images"), "caption": "text", "resolution": 32},
-        "method": {"bottleneck": 4, "rank": 4},
-        "start": None,
-        "stages": {"all": {"steps": 2}},
-        "sampling": {"batch": 2},
-        "adapter": {"rank": 2, "alpha": 2},
-        "validation": {"samples": 1, "images": 0, "every": 0},
-    }
+    changes["model"]["text_length"] = None
+    changes["method"]["rank"] = 4
+    changes |= {"start": None, "stages": {"all": {"steps": 2}}}
     values = lay_over(read_recipe(REPOSITORY / "recipes" / f"{recipe}.yaml"), changes)
     values["data"]["cache"] = "auto"
     trainer = Trainer(recipe_from(values), tmp_path / "run")
@@ -250,25 +256,17 @@ def test_a_recipe_of_a_new_family_trains_a_tiny_pipeline(
 ) -> None:
     """Its own settings but for size, data and steps; the checkpoint is attached to the pipeline it was made for."""
     row = ROWS[RECIPES[recipe]]
-    made = row.make()
-    made.save_pretrained(tmp_path / "pipeline")
-    save_folder(tmp_path / "images", 4)
+    made, changes = made_small(row, tmp_path)
     (tmp_path / "prompts.txt").write_text("a fox\na cat\na dog\n")
     monkeypatch.setattr(type(made), "encode_prompt", encoder(type(made).encode_prompt, row))
     settings = yaml.safe_load((REPOSITORY / "recipes" / f"{recipe}.yaml").read_text())
-    images = {"kind": "imagefolder", "path": str(tmp_path / "images"), "caption": "text"}
-    drawn = {"path": str(tmp_path / "prompts.txt"), "generate": {"steps": 1}, "limit": None}
-    changes = {
-        "model": {"path": str(tmp_path / "pipeline"), "text_length": TEXT, "without": ["text_encoder", "tokenizer"]},
-        "data": {**(drawn if recipe == "wan" else images), "resolution": 32, "cache": "auto"},
-        "method": {"bottleneck": 4},
-        "stages": {stage: {"steps": 1} for stage in ("warmup", "policy", "joint")},
-        "sampling": {"batch": 2},
-        "adapter": {"rank": 2, "alpha": 2},
-        "validation": {"samples": 1, "images": 0, "every": 0},
-    }
+    drawn = {"path": str(tmp_path / "prompts.txt"), "generate": {"steps": 1}, "limit": None, "resolution": 32}
+    changes["model"] |= {"text_length": TEXT, "without": ["text_encoder", "tokenizer"]}
+    changes["stages"] = {stage: {"steps": 1} for stage in ("warmup", "policy", "joint")}
     if recipe == "wan":
         changes["model"]["frames"] = 2
+        changes["data"] = drawn
+    changes["data"]["cache"] = "auto"
     output = Trainer(recipe_from(merge(settings, changes)), tmp_path / "run").run()
     with shiva.attach(made, output) as session:
         family = family_of(made)

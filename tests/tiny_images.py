@@ -167,6 +167,16 @@ def hidream(batch: int, rows: int, columns: int, timestep: float = 500.0) -> dic
 
 
 FLUX_AXES = {**FLUX_LIKE, "axes_dims_rope": AXES}
+QWEN = partial(
+    make,
+    "QwenImageTransformer2DModel",
+    **HEADS,
+    in_channels=16,
+    out_channels=4,
+    num_layers=4,
+    joint_attention_dim=8,
+    axes_dims_rope=AXES,
+)
 IMAGES: dict[str, Tiny] = {
     "flux2": Tiny(
         partial(
@@ -181,33 +191,8 @@ IMAGES: dict[str, Tiny] = {
         keys=False,
     ),
     "kontext": Tiny(partial(make, "FluxTransformer2DModel", **FLUX_AXES, pooled_projection_dim=20), kontext),
-    "qwen": Tiny(
-        partial(
-            make,
-            "QwenImageTransformer2DModel",
-            **HEADS,
-            in_channels=16,
-            out_channels=4,
-            num_layers=4,
-            joint_attention_dim=8,
-            axes_dims_rope=AXES,
-        ),
-        partial(qwen, references=2),
-    ),
-    "qwen-zero-t": Tiny(
-        partial(
-            make,
-            "QwenImageTransformer2DModel",
-            **HEADS,
-            in_channels=16,
-            out_channels=4,
-            num_layers=4,
-            joint_attention_dim=8,
-            axes_dims_rope=AXES,
-            zero_cond_t=True,
-        ),
-        partial(qwen, references=1),
-    ),
+    "qwen": Tiny(QWEN, partial(qwen, references=2)),
+    "qwen-zero-t": Tiny(partial(QWEN, zero_cond_t=True), partial(qwen, references=1)),
     "chroma": Tiny(
         partial(
             make,

@@ -38,7 +38,6 @@ from shiva.cli.terminal import Height, Output, Record, Threads, Width, folder_of
 from shiva.methods import DyDiT
 
 app = typer.Typer()
-RESULTS = Path("results/bench")
 
 
 @app.command()
@@ -215,7 +214,7 @@ def reach(
 @app.command()
 def tables(
     page: Annotated[Path, typer.Argument(help="A page with <!-- bench:name --> places")] = Path("docs/performance.md"),
-    results: Annotated[Path, typer.Option(help="Folder of the JSON files")] = RESULTS,
+    results: Annotated[Path, typer.Option(help="Folder of the JSON files")] = Path("results/bench"),
 ) -> None:
     """Write measured tables into the documentation."""
     filled = fill_tables(page, results)

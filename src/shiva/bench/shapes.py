@@ -165,7 +165,7 @@ def shape(name: str, **changes: Any) -> Shape:
         return replace(SHAPES[name], **changes)
     if (Path(name) / "transformer" / "config.json").is_file():
         return replace(shape_of_folder(Path(name)), **changes)
-    raise ValueError(f"{unknown_key(name, SHAPES, 'shiva.bench.shapes')}; or pass the folder of a pipeline")
+    raise ValueError(f"{unknown_key(name, SHAPES, '--model')}; or pass the folder of a pipeline")
 
 
 def shape_of_folder(folder: Path) -> Shape:

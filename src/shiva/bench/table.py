@@ -114,6 +114,11 @@ class Table:
         return "\n".join([f"**{self.title}**", "", *lines, *(["", self.caption] if self.caption else [])])
 
 
+def printed() -> Console:
+    """Where results are printed: the screen, or a file or pipe of WIDE columns."""
+    return Console() if sys.stdout.isatty() else Console(width=WIDE)
+
+
 def publish(
     name: str,
     folder: Path,
@@ -121,10 +126,9 @@ def publish(
     results: Any,
     settings: dict[str, Any],
     draw: Callable[[dict[str, Any], Path], None] = lambda document, path: None,
-    console: Console | None = None,
 ) -> Path:
     """Print the tables, write `<name>.json` with the environment, and draw `<name>.png` beside it."""
-    console = console or (Console() if sys.stdout.isatty() else Console(width=WIDE))
+    console = printed()
     for table in tables:
         table.show(console)
     document = {

@@ -64,8 +64,7 @@ def evaluate(
 
     Images that are in the output folder already are not made again, so a run that was killed goes on where it was.
     """
-    from rich.console import Console
-
+    from shiva.bench.table import printed
     from shiva.evaluate.candidates import read_candidates
     from shiva.evaluate.checkout import reproduce
     from shiva.evaluate.drawing import quiet
@@ -90,7 +89,7 @@ def evaluate(
     shared = prepare(model, device, dtype, candidates, weights, **run)
     workers, tools = shared["workers"], shared["tools"]
     paper = reproduce("paper")
-    console = Console(width=None if Console().is_terminal else 200)
+    console = printed()
     with progress_line(workers.main) as progress:
         evaluation = Evaluation(
             **shared,
@@ -150,5 +149,5 @@ def perform(evaluation: Evaluation, name: str, protocol: Protocol, console: Any,
         settings |= {"prompts": evaluation.prompts.name, "count": len(evaluation.prompts)}
         file = f"{name}-{found.detail}" if found.detail else name
         figure = {"draw": draw_floor} if name == "floor" else {}
-        publish(file, evaluation.folder / "tables", found.tables, found.figures, settings, **figure, console=console)
+        publish(file, evaluation.folder / "tables", found.tables, found.figures, settings, **figure)
     return True

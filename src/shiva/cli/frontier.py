@@ -71,9 +71,7 @@ def frontier(
     """
     from dataclasses import asdict
 
-    from rich.console import Console
-
-    from shiva.bench.table import publish
+    from shiva.bench.table import printed, publish
     from shiva.evaluate import frontier as measuring
     from shiva.evaluate.candidates import Candidates
     from shiva.evaluate.drawing import accepted, of_images, quiet
@@ -95,7 +93,6 @@ def frontier(
     shared = prepare(model, device, dtype, steps=steps, guidance=guidance, **size)
     pipe, settings, tools = shared["pipe"], shared["settings"], shared["tools"]
     drawn, others = prompt_sets(pipe, prompts, limit, fit)
-    console = Console(width=None if Console().is_terminal else 180)
     with progress_line() as progress:
         if fit and any(way.method == FITTED for way in pruned.values()):
             given = accepted(of_images(pipe()), {**size, **settings.arguments})
@@ -117,9 +114,9 @@ def frontier(
     table = measuring.table_of(evaluation, points, absent)
     about = {**asdict(settings), "seeds": list(evaluation.seeds), "prompts": drawn.texts, "fit": fit, "solver": base}
     results = measuring.document(points, told, absent)
-    publish("frontier", folder, [table], results, about, draw_frontier, console)
+    publish("frontier", folder, [table], results, about, draw_frontier)
     for sentence in told:
-        console.print(f"[bold]{sentence}[/]", highlight=False)
+        printed().print(f"[bold]{sentence}[/]", highlight=False)
 
 
 def known(option: str, text: str, kind: Any) -> list[Any]:

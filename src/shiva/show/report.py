@@ -89,8 +89,8 @@ def add_main(page: Page, name: str, document: Mapping[str, Any]) -> None:
     methods = list(next(iter(every.values()), {}))
     rows = [(method, *(every[heading].get(method, "") for heading in shown)) for method in methods]
     page.table(("method", *shown), rows, f"{name}: what is saved, and what is lost")
-    figures = [column for table in tables_of(document) for column in columns_of(table)]
-    cost, quality = (next((column for column in figures if column[0].startswith(start)), None) for start in FRONT)
+    measured = [column for table in tables_of(document) for column in columns_of(table)]
+    cost, quality = (next((column for column in measured if column[0].startswith(start)), None) for start in FRONT)
     if cost is not None and quality is not None:
         add_front(page, cost, quality)
 
