@@ -153,7 +153,8 @@ class GraphRunner:
         program = self.session.program(ctx, **call)
         with torch.no_grad():
             replay, output = self.recorder.record(lambda: program(**call))
-        return RecordedStep([leaf for leaf in static if isinstance(leaf, Tensor)], replay, output, ctx)
+        inputs = [leaf for leaf in static if isinstance(leaf, Tensor)]
+        return RecordedStep(inputs, replay, output, copy.copy(ctx))  # the call's own is let go of with its run
 
 
 def use_graphs(session: Session, recorder: Recorder | None = None) -> bool:

@@ -104,6 +104,15 @@ class Stepper:
     def begin_run(self) -> None:
         """Begin a new run with the next call: for those who call the transformer themselves, not by a pipeline."""
         self._tracker.forget()
+        self._free()
+
+    def _free(self) -> None:
+        """Let go of what the run carries, whose size is still told."""
+        run = self._tracker.run
+        self._cached_bytes = max(self._cached_bytes, tensor_bytes(run.state))
+        run.state = None
+        if self.ctx is not None:
+            self.ctx.run = self.ctx.now = None
 
     # -- one call ------------------------------------------------------------------------------------
 
@@ -128,6 +137,9 @@ class Stepper:
                 output = self._end(run(*args, **kwargs), ctx)
             self._close(ctx)
             return output
+        except BaseException:
+            self.begin_run()  # the same call made again is not the second of its step
+            raise
         finally:
             self._busy.release()
 
@@ -178,9 +190,12 @@ class Stepper:
         if torch.is_grad_enabled():  # gradient checkpointing will run the blocks again, and find what they found
             return
         ctx.held = None
-        if self._tracker.run.is_over(ctx.steps):
+        run = self._tracker.run
+        if run.is_over(ctx.steps):
             self._cached_bytes = tensor_bytes(ctx.run)
-            self._tracker.run.state = ctx.run = self.method.new_run()
+            run.state = ctx.run = self.method.new_run()
+            if run.step > run.first:  # the first step alone cannot tell whether guidance makes another call
+                ctx.now = self.method.new_step()
 
     def _own_flops(self, ctx: StepContext, counts: Sequence[float] | None = None) -> Flops:
         """What the method itself spends on a call."""
