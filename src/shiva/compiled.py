@@ -143,7 +143,7 @@ class GraphRunner:
         return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, recording.output)
 
     def forget(self) -> None:
-        """Drop what was recorded, as it reads weights that are no longer there."""
+        """Drop what was recorded, whose memory and weights are another's now."""
         self.recordings.clear()
 
     def _record(self, ctx: StepContext, leaves: list[Any], structure: Any) -> RecordedStep:
