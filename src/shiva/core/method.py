@@ -102,8 +102,6 @@ class Method(nn.Module):
     """Whether tokens that are computed attend to all others, in the layers whose keys it selects."""
     fresh_keys: bool = False
     """Whether those keys are made anew of all tokens at every step, not kept from earlier ones."""
-    holds: bool = False
-    """Whether several blocks in a row run on tokens that it gathered once."""
     needs_guidance: ClassVar[bool] = False
     """Whether it compares the two predictions of classifier-free guidance."""
     needs_signals: bool = False
@@ -122,6 +120,11 @@ class Method(nn.Module):
         self.spec = spec
         self.guidance = getattr(config, "guidance", self.guidance)
         self.eval()
+
+    @property
+    def holds(self) -> bool:
+        """Whether several blocks in a row run on tokens that it gathered once."""
+        return "model" in self.sites
 
     def __repr__(self) -> str:
         return f"{type(self.config).__name__} on {self.spec.name} ({self.spec.layers} layers of {self.spec.width})"

@@ -66,7 +66,6 @@ class JiTStep:
 
 class JiTMethod(Method):
     sites = frozenset({"model"})
-    holds = True
     new_step = JiTStep
     config: JiT
 

@@ -109,9 +109,12 @@ class Pruner(Method):
         with_keys = self.whole_keys or self.freezes
         self.requires = frozenset({"block", "keys"}) if with_keys else frozenset({"block"})
         self.sites = self.requires | INSIDE if self.fresh_keys else self.requires
-        self.holds = config.span > 1
         if self.shortcut is not None:
             check_whole(spans_of(spec.layers, frozenset(config.dense), config.span), spec.layers, config.span)
+
+    @property
+    def holds(self) -> bool:
+        return self.config.span > 1
 
     @property
     def needs_sigma(self) -> bool:  # type: ignore[override]

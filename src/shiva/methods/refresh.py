@@ -64,7 +64,6 @@ class Refresher(Method):
     """One choice a step, for all blocks from `leading` on. A subclass ranks, and says what is held."""
 
     sites = frozenset({"model", "keys"})
-    holds = True
     config: RefreshOptions
     new_run, new_step = RefreshRun, RefreshStep
 

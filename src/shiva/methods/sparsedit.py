@@ -153,6 +153,7 @@ class SparseDiTMethod(Trainable):
     sites = frozenset({"block", "attention", "keys", "cross_attention", "ffn"})
     requires = frozenset({"keys"})
     guidance = "shared"
+    holds = True
     config: SparseDiT
     new_step = SparseDiTStep
 
