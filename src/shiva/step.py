@@ -249,8 +249,7 @@ class Stepper:
 
     def _begin_run(self, run: Run) -> None:
         if self._turned is not None:
-            self.method.turn(self._turned)
-            self._turned = None
+            self.method.config, self._turned = self._turned, None
         run.state = self.method.new_run()
         refuse_always(self.transformer)
         self.hooks.settle()

@@ -163,10 +163,6 @@ class Method(nn.Module):
         """FLOPs a sample that it spends itself, beside the sites, at a step whose layers run on so many tokens."""
         return 0.0
 
-    def turn(self, config: Any) -> None:
-        """Go on under a config that differs in what a trained method may change, such as its knob."""
-        self.config = config
-
 
 def run_reduced(run: Run, reduction: Reduction, x: Tensor, base: Tensor, ctx: StepContext) -> Streams:
     """A site on the reduced tokens of x (B, N, D), its results at all places again."""
