@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from shiva.backbones.base import Backbone, Call, Site, bind, parameter_names
 from shiva.compat import refuse_always, refuse_replaced
 from shiva.core import options
-from shiva.core.context import Clock, Exploration, Recording, StepContext, Trace
+from shiva.core.context import NOISE, Clock, Exploration, Recording, StepContext, Trace
 from shiva.core.cost import CostModel, Flops, SiteCost, total
 from shiva.core.layout import Layout
 from shiva.core.method import Method, Trainable
@@ -33,8 +33,6 @@ BETWEEN_BLOCKS = (
     "control_hidden_states",
 )
 """Arguments that a transformer adds to its tokens between blocks."""
-NOISE = 1000
-"""The scheduler's timestep of pure noise."""
 
 
 class Stepper:
@@ -213,8 +211,8 @@ class Stepper:
         previous = self._tracker.run
         run, timesteps = self._tracker.follow(timestep, latents, schedule, guided, announced, layout.grid)
         if self.backbone.rises:
-            timestep = 1000 - timestep
-            timesteps = None if timesteps is None else [1000 - t for t in timesteps]
+            timestep = NOISE - timestep
+            timesteps = None if timesteps is None else [NOISE - t for t in timesteps]
         if run is not previous:
             self._begin_run(run)
         if self._trace is not None:

@@ -20,6 +20,7 @@ from shiva.backbones.base import (
     parameter_names,
 )
 from shiva.backbones.per_token import PerTokens
+from shiva.core.context import NOISE
 from shiva.core.layout import Layout
 from shiva.core.method import BackboneSpec, SiteKind
 
@@ -241,8 +242,8 @@ class PatternBackbone(Backbone):
     def timestep(self, call: Call) -> Tensor:
         time = call[self.time.argument]
         if self.clock == "rising fraction":
-            return 1000 * (1 - time)
-        return time * 1000 if self.clock == "fraction" else time
+            return NOISE * (1 - time)
+        return time * NOISE if self.clock == "fraction" else time
 
     def signals(self, transformer: Any, call: Call) -> Signals:
         prompt = self.prompt(transformer, call)

@@ -18,6 +18,9 @@ from shiva.core.cost import CostModel
 from shiva.core.layout import Layout
 from shiva.core.reduction import Reduction
 
+NOISE = 1000
+"""The scheduler's timestep of pure noise."""
+
 
 @dataclass
 class Clock:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shiva.core.context import StepContext
+from shiva.core.context import NOISE, StepContext
 from shiva.core.method import BackboneSpec, GuidancePolicy, Place, Run, Trainable, unify_guidance
 from shiva.core.options import NotNegative, Ratio, Size, Whole
 from shiva.core.reduction import Streams
@@ -141,7 +141,7 @@ class DiffCRMethod(Trainable):
         """Which part of the timesteps: the first is the cleanest; also where the timestep is not known."""
         if timestep != timestep:
             return 0
-        return min(int(timestep * self.config.regions / 1000), self.config.regions - 1)
+        return min(int(timestep * self.config.regions / NOISE), self.config.regions - 1)
 
     def plan(self, ctx: StepContext, timesteps: list[float] | None) -> tuple[int, ...]:
         if self.training:

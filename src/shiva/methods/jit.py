@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shiva.core.context import StepContext
+from shiva.core.context import NOISE, StepContext
 from shiva.core.layout import to_prediction, to_tokens
 from shiva.core.method import BackboneSpec, Method, MethodConfig, Place
 from shiva.core.options import Count, Positive, Ratio, Share
@@ -86,7 +86,7 @@ class JiTMethod(Method):
         anchors: Tensor | None = ctx.now.anchors
         if anchors is None or ctx.latents is None:
             return None
-        layout, sigma = ctx.layout, ctx.toward * ctx.timestep / 1000
+        layout, sigma = ctx.layout, ctx.toward * ctx.timestep / NOISE
         found = to_tokens(output, layout)
         flows = ctx.latents.shape == output.shape and sigma != 0
         noisy = to_tokens(ctx.latents, layout).to(found.dtype) if flows else found

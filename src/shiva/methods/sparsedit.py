@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shiva.core.context import StepContext
+from shiva.core.context import NOISE, StepContext
 from shiva.core.layout import Layout
 from shiva.core.method import BackboneSpec, MethodConfig, Place, Run, Trainable
 from shiva.core.options import Share, Whole
@@ -38,7 +38,6 @@ from shiva.core.reduction import Reduction, Streams
 
 Role = Literal["generate", "sparse", "recover", "dense"]
 ROLES: tuple[Role, ...] = ("generate", "sparse", "recover", "dense")
-NOISE = 1000.0
 
 
 @dataclass(frozen=True)
