@@ -240,8 +240,8 @@ class Trace:
             )
         chosen = self.positions.get((step, layer))
         if chosen is None:
-            return torch.ones(self.grid, dtype=torch.bool)
-        mask = torch.zeros(self.grid[0] * self.grid[1], dtype=torch.bool)
+            return torch.ones(self.grid, dtype=torch.bool, device="cpu")
+        mask = torch.zeros(self.grid[0] * self.grid[1], dtype=torch.bool, device="cpu")
         mask[chosen[row].cpu()] = True
         return mask.view(self.grid)
 

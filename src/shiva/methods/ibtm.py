@@ -177,9 +177,10 @@ class IBTMMethod(Method):
         pool = min(int(self.config.pool * kept), ctx.tokens)
         order = importance.argsort(dim=1, descending=True, stable=True)
         now.pool = order[:, :pool]  # (b, M), b images
-        drawn = torch.rand(self.spec.layers, pool, generator=generator).argsort(dim=1)
+        drawn = torch.rand(self.spec.layers, pool, generator=generator, device="cpu").argsort(dim=1)
         now.drawn = ctx.here(drawn[:, : max(1, ctx.tokens // 4)])  # (L, K)
-        now.jitter = ctx.here(TIE_BREAK * torch.randn(drawn.shape[1], 2, generator=generator))
+        jitter = torch.randn(drawn.shape[1], 2, generator=generator, device="cpu")
+        now.jitter = ctx.here(TIE_BREAK * jitter)
 
     # -- merging -------------------------------------------------------------------------------------
 
