@@ -97,9 +97,9 @@ class MappedKeys(RefreshMethod):
     moved: Tensor | None = None
 
     def scores(self, x: Tensor, ctx: StepContext) -> Tensor:
-        assert ctx.run.seen is not None
-        self.moved = look(x) - ctx.run.seen
-        return super().scores(x, ctx)
+        scores = super().scores(x, ctx)
+        self.moved = ctx.now.look - ctx.run.seen
+        return scores
 
     def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         made = super().around(run, x, base, site, ctx)

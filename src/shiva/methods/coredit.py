@@ -77,6 +77,8 @@ def covering(scores: Tensor, layout: Layout) -> Tensor:
 
 @dataclass
 class CoReDiTStep:
+    k: int = 0
+    """Tokens that attention runs on."""
     indices: dict[str, Tensor] = field(default_factory=dict)  # attention -> (B, k)
 
 
@@ -86,11 +88,13 @@ class CoReDiTMethod(Method):
     new_step = CoReDiTStep
     config: CoReDiT
 
+    def begin_step(self, ctx: StepContext) -> None:
+        ctx.now.k = ctx.tokens - int(self.config.share(*ctx.of_run(self.config.steps)) * ctx.tokens)
+
     def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
-        k = ctx.tokens - int(self.config.share(*ctx.of_run(self.config.steps)) * ctx.tokens)
+        k, known = ctx.now.k, ctx.now.indices
         if k >= x.shape[1]:
             return None
-        known: dict[str, Tensor] = ctx.now.indices
         if not ctx.branch or self.guidance == "per-sample" or site.name not in known:
             with ctx.phase("router"):
                 scores = unify_guidance(covering(-coherence(x, ctx.layout), ctx.layout), self.guidance, ctx)

@@ -25,14 +25,14 @@ def directions(width: int) -> Tensor:
     return F.pad(basis, (0, FEATURES - basis.shape[1]))
 
 
-def in_few(x: Tensor) -> Tensor:
-    """x (B, N, D) in few directions: (B, N, r)."""
-    return x.float() @ directions(x.shape[-1]).to(x.device)
+def in_few(x: Tensor, basis: Tensor | None = None) -> Tensor:
+    """x (B, N, D) in few directions: (B, N, r); `basis` is theirs on the device, where it is at hand."""
+    return x.float() @ (directions(x.shape[-1]).to(x.device) if basis is None else basis)
 
 
-def look(x: Tensor) -> Tensor:
+def look(x: Tensor, basis: Tensor | None = None) -> Tensor:
     """How tokens x (B, N, D) look: (B, N, r)."""
-    return in_few(F.layer_norm(x.float(), x.shape[-1:]))
+    return in_few(F.layer_norm(x.float(), x.shape[-1:]), basis)
 
 
 def distance(change: Tensor) -> Tensor:
