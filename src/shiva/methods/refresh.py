@@ -7,7 +7,7 @@ place of one a layer, beside the keys and values that the others last had. This 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -222,8 +222,7 @@ class RefreshMethod(Refresher, Learned):
         return total is not None and total.shape == x.shape
 
     def hold(self, indices: Tensor, x: Tensor, ctx: StepContext) -> Reduction:
-        held = cached_updates(indices, ctx.run.totals[ctx.branch])
-        return Reduction(held.reduce, held.restore, indices, self.whole_keys)
+        return replace(cached_updates(indices, ctx.run.totals[ctx.branch]), whole_keys=self.whole_keys)
 
     def refresh(self, x: Tensor, ctx: StepContext) -> Reduction:
         run: RefreshRun = ctx.run
@@ -286,8 +285,7 @@ class RASMethod(Refresher):
         return run.busy * torch.exp(self.config.starvation * run.ages)
 
     def hold(self, indices: Tensor, x: Tensor, ctx: StepContext) -> Reduction:
-        chosen = select(indices, x.shape[1])
-        return Reduction(chosen.reduce, chosen.restore, indices, self.whole_keys)
+        return replace(select(indices, x.shape[1]), whole_keys=self.whole_keys)
 
     def end_step(self, output: Tensor, ctx: StepContext) -> Tensor | None:
         run: RASRun = ctx.run
