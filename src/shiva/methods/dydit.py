@@ -187,12 +187,13 @@ class DyDiTMethod(Trainable):
         mask = self.mask(x, site, ctx)
         if self.fill.dense_step(ctx.step, ctx) or not self.fill.ready(x, site, ctx):
             return None
-        if int(mask.sum()) == mask.numel():
-            return None
         if self.config.union:
-            chosen = mask[0].nonzero().squeeze(1)  # (K,)
-            return self.filled(select(chosen.expand(x.shape[0], -1), x.shape[1]), mask, x, site, ctx)
-        return self.filled(flat_selection(mask), mask, x, site, ctx)
+            chosen = select(mask[0].nonzero().squeeze(1).expand(x.shape[0], -1), x.shape[1])
+        else:
+            chosen = flat_selection(mask)
+        if chosen.positions.numel() == mask.numel():
+            return None
+        return self.filled(chosen, mask, x, site, ctx)
 
     def filled(self, chosen: Reduction, mask: Tensor, x: Tensor, site: Place, ctx: StepContext) -> Reduction:
         """The chosen tokens' FFN updates, and for the others (not mask (B, N)) what the config says."""
