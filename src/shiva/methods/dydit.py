@@ -29,7 +29,7 @@ from shiva.core.context import StepContext
 from shiva.core.method import BackboneSpec, GuidancePolicy, Place, Run, Trainable, run_reduced, unify_guidance
 from shiva.core.options import Count, NotNegative, Positive, Ratio, Share, Whole
 from shiva.core.reduction import Reduction, Streams, flat_rows, gather, scatter, select
-from shiva.methods.fills import Cached, FillOptions, FillRun, Near, key_of
+from shiva.methods.fills import FillOptions, FillRun, Near, key_of
 from shiva.methods.scores import full_precision
 from shiva.ops.fill import distances, nearest_masked
 
@@ -214,7 +214,7 @@ class DyDiTMethod(Trainable):
             rows = flat_rows(nearest_masked(closeness, mask), x.shape[1])
             return torch.where(computed, updates, gather(updates, rows))
 
-        if isinstance(fill, Cached) and fill.caches_layer(site.layer):
+        if fill.caches_layer(site.layer):
             return replace(chosen, restore=lambda values, base: cached(chosen.restore(values, base)))
         if isinstance(fill, Near):
             return replace(chosen, restore=lambda values, base: near(chosen.restore(values, base)))

@@ -159,7 +159,7 @@ class Pruner(Method):
         return self.whole_keys and (self.fresh_keys or self.fill.in_this(ctx).caches)
 
     def keeps_keys(self, layer: int) -> bool:
-        return self.whole_keys and self.fill.keeps_keys(layer)
+        return self.whole_keys and self.fill.caches_layer(layer)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Weights of this method under any fill: a shortcut that they lack stays as it is, one too many is left."""
@@ -265,7 +265,7 @@ class Pruner(Method):
         if ctx.counts[site.layer] >= x.shape[1] or not self.fill.ready(x, site, ctx):
             return None
         reduction = self.fill(self.indices(x, site, ctx), x, site, ctx)
-        if not (self.whole_keys and self.fill.in_this(ctx).keeps_keys(site.layer)):
+        if not (self.whole_keys and self.fill.in_this(ctx).caches_layer(site.layer)):
             return reduction
         return replace(reduction, whole_keys=True)
 
