@@ -127,7 +127,8 @@ class SiteHook(ModelHook):
             if self.ends:
                 streams = streams._replace(image=ctx.held.reduction.restore(streams.image, ctx.held.base))
         elif self.acts:
-            streams = session.method.around(run, x, site.base_of(x), site, ctx)
+            base = x if site.kind == "block" else x.new_zeros(()).expand_as(x)  # a broadcast zero costs no memory
+            streams = session.method.around(run, x, base, site, ctx)
         else:
             streams = run(x, None)
         if self.counts and streams.ran is not None:
