@@ -224,7 +224,6 @@ class Stepper:
             first=run.first,
             steps=None if timesteps is None else len(timesteps),
             latents=seen,
-            channels=seen.shape[-1 if seen.ndim == 3 else 1],
             guidance_pairs=run.paired,
             conditional_half=self.backbone.conditional_half,
             toward=self.backbone.toward,

@@ -126,8 +126,6 @@ class StepContext:
     """Number of the scheduler's steps, where one is known."""
     latents: Tensor | None = field(default=None, repr=False)
     """What the model was given, noisy: (B, C, H, W), (B, C, F, H, W) or (B, N, C); None outside a call."""
-    channels: int = 0
-    """Channels of the latents; a model that also predicts their variance returns twice as many."""
     guidance_pairs: bool = False
     """The batch is [first half, second half] of classifier-free guidance over the same latents."""
     conditional_half: int = 1

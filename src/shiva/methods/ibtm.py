@@ -85,7 +85,8 @@ class IBTM(MethodConfig):
 def guidance_difference(first: Tensor, second: Tensor, layout: Layout, channels: int) -> Tensor:
     """Mean absolute difference of two predictions at each token: (B, N).
 
-    Predictions are (B, C, H, W) or (B, C, F, H, W), of which only the latents' own channels count, or (B, N, C).
+    Predictions are (B, C, H, W) or (B, C, F, H, W), of which only the latents' own channels count (a model that
+    also predicts their variance returns twice as many), or (B, N, C).
     """
     difference = (first.float() - second.float()).abs()
     own = difference if difference.ndim == 3 else difference[:, :channels]
@@ -151,7 +152,8 @@ class IBTMMethod(Method):
         else:
             now.first_output = output
             return
-        ctx.run.importance = guidance_difference(first, second, ctx.layout, ctx.channels)
+        assert ctx.latents is not None
+        ctx.run.importance = guidance_difference(first, second, ctx.layout, ctx.latents.shape[1])
 
     def begin_step(self, ctx: StepContext) -> None:
         """Draw the step's destinations by the map that the step before left; its second branch takes the first's."""
