@@ -555,9 +555,8 @@ def test_an_architecture_from_outside_can_be_added(monkeypatch: pytest.MonkeyPat
 
 def test_share_accepts_the_ends_it_says() -> None:
     assert share("keep", 1.0) == 1.0
-    assert share("ratio", 0.0, zero=True) == 0.0
-    with pytest.raises(ValueError, match="ratio=-0.1 is not at least 0"):
-        share("ratio", -0.1, zero=True)
+    with pytest.raises(ValueError, match=r"keep=0\.0 is not above 0"):
+        share("keep", 0.0)
 
 
 FREE_SWEEP = shiva.Sweep(budget=0.9, fill="identity", attends="selected")

@@ -15,7 +15,7 @@ from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, unify_g
 from shiva.core.options import Count, Positive, Share
 from shiva.core.reduction import Reduction, flat_rows, gather
 from shiva.methods.scores import cell_leaders
-from shiva.methods.tomesd import merged_share
+from shiva.methods.tomesd import check_merged
 from shiva.ops.fill import filled
 from shiva.ops.shortcut import find_neighbours
 from shiva.ops.topk import hard_topk
@@ -41,7 +41,7 @@ class CoReDiT(MethodConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        merged_share("ratio * (1 + growth)", self.ratio * (1 + self.growth))
+        check_merged("ratio * (1 + growth)", self.ratio * (1 + self.growth))
 
     def share(self, step: int, steps: int) -> float:
         progress = min(step / (steps - 1), 1.0) if steps > 1 else 0.5

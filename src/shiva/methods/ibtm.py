@@ -14,7 +14,7 @@ from shiva.core.layout import Layout, to_tokens
 from shiva.core.method import BackboneSpec, Method, MethodConfig, Place
 from shiva.core.options import Count, Positive, Share, Whole
 from shiva.core.reduction import Reduction
-from shiva.methods.tomesd import MergeStep, SubLayer, check_sites, merged_share
+from shiva.methods.tomesd import MergeStep, SubLayer, check_merged, check_sites
 from shiva.ops import seeded
 from shiva.ops.fill import distances
 from shiva.ops.merging import (
@@ -66,7 +66,7 @@ class IBTM(MethodConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        merged_share("ratio", self.ratio)
+        check_merged("ratio", self.ratio)
         check_sites(self.sites)
         if self.layers[0] > self.layers[1]:
             raise ValueError(f"layers={self.layers} is no range; pass (first, last) with 0 <= first <= last")
