@@ -34,7 +34,7 @@ from reproduce.claims.common import progress
 from shiva.bench.table import environment
 from shiva.checkpoint import write_atomically
 from shiva.core import BackboneSpec, Place, StepContext
-from shiva.core.method import Method, Run
+from shiva.core.method import Method, RunSite
 from shiva.core.reduction import Streams
 from shiva.evaluate.drawing import draw, load_with_arguments
 from shiva.evaluate.metrics.pixels import image_psnr
@@ -62,7 +62,7 @@ class KeyWatcher(Method):
         self.sums: dict[str, tuple[Tensor, Tensor]] = {}
         self.now = torch.empty(0)
 
-    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def around(self, run: RunSite, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         if site.kind == "block":
             if site.layer == self.leading:
                 self.now = look(x)
@@ -101,7 +101,7 @@ class MappedKeys(RefreshMethod):
         self.moved = ctx.now.look - ctx.run.seen
         return scores
 
-    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def around(self, run: RunSite, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         made = super().around(run, x, base, site, ctx)
         if ctx.now.indices is None or self.moved is None:
             return made

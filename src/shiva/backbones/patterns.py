@@ -178,7 +178,7 @@ class Prompt:
         return (text * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
 
 
-Clock = Literal["fraction", "scheduler", "rising fraction", "rising"]
+TimeForm = Literal["fraction", "scheduler", "rising fraction", "rising"]
 """A timestep as the transformer gets it: falling 1 to 0, falling 1000 to 0, rising 0 to 1 against a scheduler that
 falls, or rising 0 to 1000 with it."""
 
@@ -190,7 +190,7 @@ class PatternBackbone(Backbone):
     transformers: tuple[str, ...]
     stacks: tuple[Stack, ...]
     grid: Callable[[Any, Call], Layout]
-    clock: Clock
+    clock: TimeForm
     time: Time
     prompt: Prompt
     latents: str = "hidden_states"

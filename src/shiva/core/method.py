@@ -35,7 +35,7 @@ SiteKind = Literal["model", "block", "attention", "keys", "cross_attention", "ff
 GuidancePolicy = Literal["shared", "per-sample", "max"]
 Config = TypeVar("Config", bound="MethodConfig")
 
-Run: TypeAlias = Callable[[Tensor, "Reduction | None"], Streams]
+RunSite: TypeAlias = Callable[[Tensor, "Reduction | None"], Streams]
 """Runs the site on image tokens (B, K, D); None for the reduction means all of them, in order."""
 
 
@@ -133,7 +133,7 @@ class Method(nn.Module):
         """How the site's tokens x (B, N, D) are reduced; None runs the site dense."""
         raise NotImplementedError
 
-    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def around(self, run: RunSite, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         """Run a site on reduced tokens; `base` (B, N, D) is what a token holds if the site adds nothing to it."""
         reduction = self.reduction(x, site, ctx)
         return run(x, None) if reduction is None else run_reduced(run, reduction, x, base, ctx)
@@ -164,7 +164,7 @@ class Method(nn.Module):
         return 0.0
 
 
-def run_reduced(run: Run, reduction: Reduction, x: Tensor, base: Tensor, ctx: StepContext) -> Streams:
+def run_reduced(run: RunSite, reduction: Reduction, x: Tensor, base: Tensor, ctx: StepContext) -> Streams:
     """A site on the reduced tokens of x (B, N, D), its results at all places again."""
     with ctx.phase("gather"):
         reduced = reduction.reduce(x)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shiva.core.context import StepContext
-from shiva.core.method import BackboneSpec, GuidancePolicy, Place, Run, Trainable, run_reduced, unify_guidance
+from shiva.core.method import BackboneSpec, GuidancePolicy, Place, RunSite, Trainable, run_reduced, unify_guidance
 from shiva.core.options import Count, NotNegative, Positive, Ratio, Share, Whole
 from shiva.core.reduction import Reduction, Streams, flat_rows, gather, scatter, select
 from shiva.methods.fills import FillOptions, FillRun, Near, key_of
@@ -152,7 +152,7 @@ class DyDiTMethod(Trainable):
             logits = self.routers[site.layer](x, ctx.time_embedding, ctx.prompt)
             return unify_guidance(logits, self.guidance, ctx)
 
-    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def around(self, run: RunSite, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         if not self.training:
             reduction = self.reduction(x, site, ctx)
             if reduction is not None:

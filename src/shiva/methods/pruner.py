@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shiva.core.context import Held, StepContext
-from shiva.core.method import BackboneSpec, GuidancePolicy, Method, Place, Run, run_reduced, unify_guidance
+from shiva.core.method import BackboneSpec, GuidancePolicy, Method, Place, RunSite, run_reduced, unify_guidance
 from shiva.core.options import Count, NotNegative, Whole
 from shiva.core.reduction import Reduction, Streams
 from shiva.methods.fills import FillRun, Key, check_layers, key_of
@@ -269,7 +269,7 @@ class Pruner(Method):
             return reduction
         return replace(reduction, whole_keys=True)
 
-    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def around(self, run: RunSite, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         if self.fresh_keys and site.kind != "block":
             made = around_inside(run, x, site, ctx)
             return self.with_references(made, site, ctx) if site.kind == "keys" else made

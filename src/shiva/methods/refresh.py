@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shiva.core.context import NOISE, StepContext
 from shiva.core.layout import to_tokens, token_mask
-from shiva.core.method import BackboneSpec, Method, Place, Run, unify_guidance
+from shiva.core.method import BackboneSpec, Method, Place, RunSite, unify_guidance
 from shiva.core.options import Count, NotNegative, Ratio, Whole
 from shiva.core.reduction import Reduction, Streams, select
 from shiva.methods.counts import CountOptions, Learned, Table
@@ -135,7 +135,7 @@ class Refresher(Method):
             run.ages = grow_older(run.ages, indices)
         return indices
 
-    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def around(self, run: RunSite, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         """A projection to keys or values: of those that run anew, of the others as they were."""
         made = run(x, None)
         if self.idle:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shiva.core.context import StepContext
 from shiva.core.layout import Windows
-from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, Run
+from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, RunSite
 from shiva.core.options import Count, Ratio, Share, Whole
 from shiva.core.reduction import Reduction, Streams
 from shiva.methods.tomesd import check_merged
@@ -205,7 +205,7 @@ class SDTMMethod(Method):
             return merging(matching)
         return blended(matching, cached, self.config.cache_weight)
 
-    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def around(self, run: RunSite, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         if not ctx.now.protected:
             return super().around(run, x, base, site, ctx)
         out = run(x, None)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shiva.core.context import StepContext
 from shiva.core.layout import Layout
-from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, Run, unify_guidance
+from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, RunSite, unify_guidance
 from shiva.core.options import Count, NotNegative, Share
 from shiva.core.reduction import Streams
 from shiva.methods.fills import Key, key_of
@@ -88,7 +88,7 @@ class ToCaMethod(Method):
     def begin_step(self, ctx: StepContext) -> None:
         ctx.now.whole = (ctx.step - ctx.first) % self.config.interval == 0
 
-    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def around(self, run: RunSite, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         kept, key = ctx.run, key_of(site, ctx)
         k = round(self.config.share(site.kind, site.layer, self.spec.layers) * x.shape[1])
         known = kept.updates.get(key)
