@@ -39,6 +39,11 @@ class HeldVelocityRun:
     waited: Tensor | None = None  # (1, N), steps
 
 
+@dataclass
+class HeldVelocityStep:
+    chosen: Tensor | None = None  # (1, k), the tokens that run
+
+
 def per_token(velocity: Tensor, layout: Layout) -> Tensor:
     """(B, C, H, W) as (B, N, features of a token's patch)."""
     batch, channels, height, width = velocity.shape
@@ -49,7 +54,7 @@ def per_token(velocity: Tensor, layout: Layout) -> Tensor:
 
 class HeldVelocityMethod(shiva.Method):
     sites = frozenset({"model"})
-    new_run, new_step = HeldVelocityRun, list
+    new_run, new_step = HeldVelocityRun, HeldVelocityStep
 
     def reduction(self, x: Tensor, site: Place, ctx: shiva.StepContext) -> shiva.Reduction | None:
         run: HeldVelocityRun = ctx.run
@@ -57,15 +62,16 @@ class HeldVelocityMethod(shiva.Method):
             return None
         score = run.claim * torch.exp(self.config.starvation * run.waited)
         chosen = score.topk(math.ceil(self.config.keep * ctx.tokens)).indices.sort().values
-        ctx.now.append(chosen)
+        ctx.now.chosen = chosen
         return select(chosen.expand(x.shape[0], -1), x.shape[1])
 
     def end_step(self, output: Tensor, ctx: shiva.StepContext) -> Tensor:
         run: HeldVelocityRun = ctx.run
         none = torch.zeros(1, ctx.tokens, device=output.device)
-        run.waited = none if run.waited is None or not ctx.now else run.waited + 1
-        if ctx.now and run.velocity is not None:
-            run.waited.scatter_(1, ctx.now[0], 0.0)
+        chosen: Tensor | None = ctx.now.chosen
+        run.waited = none if run.waited is None or chosen is None else run.waited + 1
+        if chosen is not None and run.velocity is not None:
+            run.waited.scatter_(1, chosen, 0.0)
             fresh = (run.waited == 0).view(1, 1, ctx.layout.rows, ctx.layout.columns).to(output.dtype)
             fresh = torch.nn.functional.interpolate(fresh, size=output.shape[-2:], mode="nearest")
             output = torch.where(fresh > 0, output, run.velocity)

@@ -172,6 +172,13 @@ COMPILED: dict[str, tuple[MethodConfig, int]] = {
     "neuralsort": (shiva.NeuralSort(keep=0.5), 1),
     "diffcr": (shiva.DiffCR(initial=0.5), 1),
     "sparsedit": (shiva.SparseDiT(rates=(0.5, 0.5), split=(1, 0, 1, 0), bottom=0, top=0), 1),
+    "refresh": (shiva.Refresh(budget=0.5), 2),  # a dense step, and the others
+    "refresh-probe": (shiva.Refresh(budget=0.5, score="probe", age=0.3), 2),
+    "refresh-band": (shiva.Refresh(budget=0.5, score="band", tilt=0.0), 2),
+    "ras": (shiva.RAS(budget=0.5, first=1), 2),
+    "coredit": (shiva.CoReDiT(), 1),
+    "toca": (shiva.ToCa(fresh=0.5, interval=2), 3),  # the first step, some tokens, and all of them again
+    "jit": (shiva.JiT(stages=((1.0, 0.5),)), 1),
 }
 """Methods, and how many graphs a run of theirs may need."""
 

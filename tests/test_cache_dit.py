@@ -37,6 +37,19 @@ def test_a_cache_enabled_too_late_is_told(tmp_path: Path) -> None:
         assert session.summary().flops_share < 1
 
 
+@pytest.mark.parametrize(
+    "config",
+    [shiva.JiT(), shiva.Refresh(), shiva.Lattice(span=2), shiva.SparseDiT(split=(1, 1, 1, 1), bottom=0, top=0)],
+    ids=lambda config: type(config).__name__,
+)
+def test_what_holds_fewer_tokens_from_block_to_block_is_refused(config: Any, tmp_path: Path) -> None:
+    pipe = PIPELINES["sd3"].load(tmp_path)
+    enable(pipe, -1.0)
+    with pytest.raises(ValueError, match="where cache-dit adds what all tokens had"):
+        shiva.attach(pipe, config)
+    cache_dit.disable_cache(pipe)
+
+
 @pytest.mark.parametrize("name", ["sd3", "flux", "pixart"])
 def test_a_cache_that_never_hits_leaves_shiva_as_it_is_and_one_that_hits_skips_blocks(
     name: str, tmp_path: Path

@@ -28,6 +28,13 @@ def test_a_method_from_outside_holds_the_velocity_of_what_it_skips(tmp_path: Pat
     assert torch.equal(tiny.image(pipe, steps=6), dense)
 
 
+def test_its_step_is_a_program() -> None:
+    model, tiny = BACKBONES["sd3"].make(), BACKBONES["sd3"]
+    call = tiny.call(1, 6, 6)
+    with shiva.attach(model, HeldVelocity(keep=0.25)) as session, torch.no_grad():
+        assert torch.equal(session.program(**call)(**call)[0], model(**call)[0])
+
+
 def test_a_model_site_replaces_the_prediction_of_skipped_tokens_only() -> None:
     model, tiny = BACKBONES["sd3"].make(), BACKBONES["sd3"]
     with shiva.attach(model, HeldVelocity(keep=0.25)) as session, torch.no_grad():

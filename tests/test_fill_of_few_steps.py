@@ -280,6 +280,8 @@ def test_a_recorded_step_is_replayed_only_where_it_is_the_same(config: Any, make
             session.runner = runner
             session.begin_run()
             found[runner] = [run(model, call) for call in calls]
+        assert session.runner.recordings
+    assert not session.runner.recordings, "detached, it holds no memory"
     for a, b in zip(*found.values(), strict=True):
         torch.testing.assert_close(a, b)
 

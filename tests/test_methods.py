@@ -65,6 +65,19 @@ def block_outputs(model: Any, call: dict[str, Any]) -> list[Tensor]:
     return seen
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_method_makes_on_the_host_is_there_whatever_torchs_default_device(method: str) -> None:
+    tiny, row = BACKBONES["sd3"], METHODS[method]
+    model, cfg = tiny.make(), "batched" if method == "ibtm" else "auto"
+    calls = [tiny.call(2, 9, 7, timestep=900.0 - step) for step in range(2)]
+    with shiva.attach(model, row.on, cfg=cfg) as session:
+        with torch.device("meta"):
+            found = [output(model, call) for call in calls]
+        session.begin_run()
+        expected = [output(model, call) for call in calls]
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize(("method", "backbone"), PAIRS + ON_PATTERNS)
 def test_switched_off_is_bit_identical_and_detach_leaves_no_trace(method: str, backbone: str) -> None:
     tiny, row = TABLE[backbone], METHODS[method]

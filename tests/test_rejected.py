@@ -10,6 +10,7 @@ from shiva.core.reduction import select
 from shiva.methods.scores import with_bonus
 from shiva.ops.fill import (
     cached_updates,
+    filled,
     grow_older,
     most_similar,
     near_updates,
@@ -47,7 +48,7 @@ def test_the_nearest_are_nearest() -> None:
 def test_near_copies_the_named_update_and_leaves_selected_results_alone() -> None:
     x, indices = torch.randn(B, N, D), choose()
     nearest = spatially_nearest(indices, Layout(ROWS, COLUMNS))
-    reduction = near_updates(indices, nearest)
+    reduction = filled(indices, N, near_updates(indices, nearest))
     values = block(reduction.reduce(x))
     restored = reduction.restore(values, x)
     for b in range(B):

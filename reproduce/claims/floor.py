@@ -36,7 +36,7 @@ from shiva.bench.table import environment
 from shiva.checkpoint import write_atomically
 from shiva.cli.terminal import folder_of
 from shiva.core.context import StepContext
-from shiva.core.method import BackboneSpec, Method, Place, Run
+from shiva.core.method import BackboneSpec, Method, Place, RunSite
 from shiva.core.reduction import Streams, flat_rows, gather, scatter
 from shiva.evaluate.candidates import fingerprint
 from shiva.evaluate.drawing import draw, load_with_arguments
@@ -61,7 +61,7 @@ THIN = 0.25
 class Oracle(LatticeMethod):
     """Lattice attending to all, but of the tokens whose update the fill would miss most."""
 
-    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def around(self, run: RunSite, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         count = ctx.counts[site.layer]
         if site.kind != "block" or count >= x.shape[1]:
             return run(x, None)

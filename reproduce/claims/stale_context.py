@@ -34,7 +34,7 @@ from reproduce.claims.common import LABELS, apart, progress
 from shiva.bench.table import environment
 from shiva.checkpoint import write_atomically
 from shiva.core import BackboneSpec, Place, StepContext
-from shiva.core.method import Method, Run
+from shiva.core.method import Method, RunSite
 from shiva.core.reduction import Streams
 from shiva.evaluate.drawing import draw, load_with_arguments
 from shiva.evaluate.metrics.pixels import image_psnr
@@ -61,7 +61,7 @@ class KeyWatcher(Method):
         self.sums: dict[str, tuple[Tensor, Tensor]] = {}
         self.now = torch.empty(0)
 
-    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def around(self, run: RunSite, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         if site.kind == "block":
             if site.layer == self.leading:
                 self.now = look(x)
@@ -96,11 +96,11 @@ class MappedKeys(RefreshMethod):
     moved: Tensor | None = None
 
     def scores(self, x: Tensor, ctx: StepContext) -> Tensor:
-        assert ctx.run.seen is not None
-        self.moved = look(x) - ctx.run.seen
-        return super().scores(x, ctx)
+        scores = super().scores(x, ctx)
+        self.moved = ctx.now.look - ctx.run.seen
+        return scores
 
-    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def around(self, run: RunSite, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         made = super().around(run, x, base, site, ctx)
         if ctx.now.indices is None or self.moved is None:
             return made

@@ -143,7 +143,7 @@ class GraphRunner:
         return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, recording.output)
 
     def forget(self) -> None:
-        """Drop what was recorded, as it reads weights that are no longer there."""
+        """Drop what was recorded, whose memory and weights are another's now."""
         self.recordings.clear()
 
     def _record(self, ctx: StepContext, leaves: list[Any], structure: Any) -> RecordedStep:
@@ -153,7 +153,8 @@ class GraphRunner:
         program = self.session.program(ctx, **call)
         with torch.no_grad():
             replay, output = self.recorder.record(lambda: program(**call))
-        return RecordedStep([leaf for leaf in static if isinstance(leaf, Tensor)], replay, output, ctx)
+        inputs = [leaf for leaf in static if isinstance(leaf, Tensor)]
+        return RecordedStep(inputs, replay, output, copy.copy(ctx))  # the call's own is let go of with its run
 
 
 def use_graphs(session: Session, recorder: Recorder | None = None) -> bool:

@@ -84,8 +84,10 @@ class SiteHook(ModelHook):
         self.site = site
         self.acts = self.counts = self.reduces = False
         """Whether the method acts here, whether what ran here is counted, and whether that may be less than all."""
-        self.leads = self.ends = False
-        """Whether this is the first or the last block of a method that reduces the whole model."""
+        self.model: Site | None = None
+        """The whole model as a site, where this is the first block of a method that reduces it."""
+        self.ends = False
+        """Whether this is the last block of such a method."""
         self.compiled: Callable[..., Any] | None = None
         """The block as a user compiled it alone; it runs beneath this hook, which has a state for each layer."""
         self.runs_compiled = False
@@ -118,14 +120,15 @@ class SiteHook(ModelHook):
                 ctx.trace.note(ctx.step, site.layer, reduction.positions, x.shape[0])
             return site.run(forward, call, image, reduction, ctx)._replace(ran=image.shape[1])
 
-        if self.leads and not ctx.reruns(site.name):
-            ctx.held = self._hold(x, ctx)
+        if self.model is not None and not ctx.reruns(site.name):
+            ctx.held = self._hold(x, self.model, ctx)
         if ctx.held is not None and site.kind == "block" and self.reduces:
             streams = run(x if x.shape[1] < ctx.tokens else ctx.held.reduction.reduce(x), ctx.held.reduction)
             if self.ends:
                 streams = streams._replace(image=ctx.held.reduction.restore(streams.image, ctx.held.base))
         elif self.acts:
-            streams = session.method.around(run, x, site.base_of(x), site, ctx)
+            base = x if site.kind == "block" else x.new_zeros(()).expand_as(x)  # a broadcast zero costs no memory
+            streams = session.method.around(run, x, base, site, ctx)
         else:
             streams = run(x, None)
         if self.counts and streams.ran is not None:
@@ -134,11 +137,11 @@ class SiteHook(ModelHook):
             recording.note(site.layer, x, streams.image)
         return site.pack(streams, ctx.layout)
 
-    def _hold(self, x: Tensor, ctx: StepContext) -> Held | None:
+    def _hold(self, x: Tensor, model: Site, ctx: StepContext) -> Held | None:
         """The reduction of a method that acts on the whole model, from its first block's input x (B, N, D)."""
         method = self.session.method
         with torch.set_grad_enabled(torch.is_grad_enabled() and method.training):
-            reduction = method.reduction(x, replace(self.site, name="", kind="model"), ctx)
+            reduction = method.reduction(x, model, ctx)
         if reduction is not None and not ctx.blocks_adjoin:
             raise ValueError(
                 f"a ControlNet adds to all tokens between blocks, where {method} holds fewer; detach one of them"
@@ -215,7 +218,8 @@ class Hooks:
         model = "model" in method.sites
         for hook in self._sites:
             hook.acts = method.selects(hook.site) and not (model and hook.site.kind == "block")
-            hook.leads, hook.ends = model and hook is blocks[method.leading], model and hook is blocks[-1]
+            leads, hook.ends = model and hook is blocks[method.leading], model and hook is blocks[-1]
+            hook.model = replace(hook.site, name="", kind="model") if leads else None
         acting = [hook.site for hook in self._sites if hook.acts]
         whole = {site.layer for site in acting if site.kind == "block"}
         for hook in self._sites:

@@ -72,9 +72,9 @@ class Session(Stepper):
         if self._adapter is not None:
             self._adapter.remove()
             self._adapter = None
-        if self.ctx is not None:
-            self.ctx.run = self.ctx.now = self._tracker.run.state = None
-        self._tracker.forget()
+        self.begin_run()
+        if isinstance(self.runner, GraphRunner):
+            self.runner.forget()
         self.method._forget()
         self.hooks.release()
 
@@ -88,8 +88,6 @@ class Session(Stepper):
         except BaseException:
             if adapter is not None:
                 self._adapter = adapter.again()
-                if isinstance(self.runner, GraphRunner):
-                    self.runner.forget()
             self.hooks.register()
             raise
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from shiva.backbones.base import Backbone, Call, Site, bind, parameter_names
 from shiva.compat import refuse_always, refuse_replaced
 from shiva.core import options
-from shiva.core.context import Clock, Exploration, Recording, StepContext, Trace
+from shiva.core.context import NOISE, Clock, Exploration, Recording, StepContext, Trace
 from shiva.core.cost import CostModel, Flops, SiteCost, total
 from shiva.core.layout import Layout
 from shiva.core.method import Method, Trainable
@@ -33,8 +33,6 @@ BETWEEN_BLOCKS = (
     "control_hidden_states",
 )
 """Arguments that a transformer adds to its tokens between blocks."""
-NOISE = 1000
-"""The scheduler's timestep of pure noise."""
 
 
 class Stepper:
@@ -107,6 +105,15 @@ class Stepper:
         Its budget is met over the scheduler's steps from `first` on, which may lie before that call.
         """
         self._tracker.forget(first)
+        self._free()
+
+    def _free(self) -> None:
+        """Let go of what the run carries, whose size is still told."""
+        run = self._tracker.run
+        self._cached_bytes = max(self._cached_bytes, tensor_bytes(run.state))
+        run.state = None
+        if self.ctx is not None:
+            self.ctx.run = self.ctx.now = None
 
     # -- one call ------------------------------------------------------------------------------------
 
@@ -131,6 +138,9 @@ class Stepper:
                 output = self._end(run(*args, **kwargs), ctx)
             self._close(ctx)
             return output
+        except BaseException:
+            self.begin_run()  # the same call made again is not the second of its step
+            raise
         finally:
             self._busy.release()
 
@@ -181,9 +191,12 @@ class Stepper:
         if torch.is_grad_enabled():  # gradient checkpointing will run the blocks again, and find what they found
             return
         ctx.held = None
-        if self._tracker.run.is_over(ctx.steps):
+        run = self._tracker.run
+        if run.is_over(ctx.steps):
             self._cached_bytes = tensor_bytes(ctx.run)
-            self._tracker.run.state = ctx.run = self.method.new_run()
+            run.state = ctx.run = self.method.new_run()
+            if run.step > run.first:  # the first step alone cannot tell whether guidance makes another call
+                ctx.now = self.method.new_step()
 
     def _own_flops(self, ctx: StepContext, counts: Sequence[float] | None = None) -> Flops:
         """What the method itself spends on a call."""
@@ -201,8 +214,8 @@ class Stepper:
         previous = self._tracker.run
         run, timesteps = self._tracker.follow(timestep, latents, schedule, guided, announced, layout.grid)
         if self.backbone.rises:
-            timestep = 1000 - timestep
-            timesteps = None if timesteps is None else [1000 - t for t in timesteps]
+            timestep = NOISE - timestep
+            timesteps = None if timesteps is None else [NOISE - t for t in timesteps]
         if run is not previous:
             self._begin_run(run)
         if self._trace is not None:
@@ -214,7 +227,6 @@ class Stepper:
             first=run.first,
             steps=None if timesteps is None else len(timesteps),
             latents=seen,
-            channels=seen.shape[-1 if seen.ndim == 3 else 1],
             guidance_pairs=run.paired,
             conditional_half=self.backbone.conditional_half,
             toward=self.backbone.toward,
@@ -237,8 +249,7 @@ class Stepper:
 
     def _begin_run(self, run: Run) -> None:
         if self._turned is not None:
-            self.method.turn(self._turned)
-            self._turned = None
+            self.method.config, self._turned = self._turned, None
         run.state = self.method.new_run()
         refuse_always(self.transformer)
         self.hooks.settle()

@@ -98,10 +98,6 @@ class Site(Place):
     def image_of(self, call: Call, ctx: StepContext) -> Tensor:
         return self.split(call[self.image], ctx.layout)[0]
 
-    def base_of(self, image: Tensor) -> Tensor:
-        """What a token holds if the site adds nothing; a broadcast zero costs no memory."""
-        return image if self.kind in ("model", "block") else image.new_zeros(()).expand_as(image)
-
     def run(
         self,
         forward: Callable[..., Any],

@@ -20,6 +20,7 @@ from shiva.backbones.base import (
     parameter_names,
 )
 from shiva.backbones.per_token import PerTokens
+from shiva.core.context import NOISE
 from shiva.core.layout import Layout
 from shiva.core.method import BackboneSpec, SiteKind
 
@@ -177,7 +178,7 @@ class Prompt:
         return (text * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
 
 
-Clock = Literal["fraction", "scheduler", "rising fraction", "rising"]
+TimeForm = Literal["fraction", "scheduler", "rising fraction", "rising"]
 """A timestep as the transformer gets it: falling 1 to 0, falling 1000 to 0, rising 0 to 1 against a scheduler that
 falls, or rising 0 to 1000 with it."""
 
@@ -189,7 +190,7 @@ class PatternBackbone(Backbone):
     transformers: tuple[str, ...]
     stacks: tuple[Stack, ...]
     grid: Callable[[Any, Call], Layout]
-    clock: Clock
+    clock: TimeForm
     time: Time
     prompt: Prompt
     latents: str = "hidden_states"
@@ -241,8 +242,8 @@ class PatternBackbone(Backbone):
     def timestep(self, call: Call) -> Tensor:
         time = call[self.time.argument]
         if self.clock == "rising fraction":
-            return 1000 * (1 - time)
-        return time * 1000 if self.clock == "fraction" else time
+            return NOISE * (1 - time)
+        return time * NOISE if self.clock == "fraction" else time
 
     def signals(self, transformer: Any, call: Call) -> Signals:
         prompt = self.prompt(transformer, call)

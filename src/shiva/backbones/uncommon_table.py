@@ -31,9 +31,9 @@ def zimage_grid(transformer: Any, call: Call) -> Layout:
         raise ValueError("Z-Image Omni is not supported: its sequence holds several pictures, each padded")
     _, frames, height, width = call["x"][0].shape
     patch, patch_t = call.get("patch_size", 2), call.get("f_patch_size", 1)
-    layout = Layout(height // patch, width // patch, frames // patch_t)
+    rows, columns, frames = height // patch, width // patch, frames // patch_t
     captions = max(-(-caption.shape[0] // ZIMAGE_MULTIPLE) for caption in call["cap_feats"]) * ZIMAGE_MULTIPLE
-    return Layout(layout.rows, layout.columns, layout.frames, text=-layout.tokens % ZIMAGE_MULTIPLE + captions)
+    return Layout(rows, columns, frames, text=-(rows * columns * frames) % ZIMAGE_MULTIPLE + captions)
 
 
 @dataclass(frozen=True)

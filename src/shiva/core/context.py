@@ -18,6 +18,9 @@ from shiva.core.cost import CostModel
 from shiva.core.layout import Layout
 from shiva.core.reduction import Reduction
 
+NOISE = 1000
+"""The scheduler's timestep of pure noise."""
+
 
 @dataclass
 class Clock:
@@ -123,8 +126,6 @@ class StepContext:
     """Number of the scheduler's steps, where one is known."""
     latents: Tensor | None = field(default=None, repr=False)
     """What the model was given, noisy: (B, C, H, W), (B, C, F, H, W) or (B, N, C); None outside a call."""
-    channels: int = 0
-    """Channels of the latents; a model that also predicts their variance returns twice as many."""
     guidance_pairs: bool = False
     """The batch is [first half, second half] of classifier-free guidance over the same latents."""
     conditional_half: int = 1
@@ -237,8 +238,8 @@ class Trace:
             )
         chosen = self.positions.get((step, layer))
         if chosen is None:
-            return torch.ones(self.grid, dtype=torch.bool)
-        mask = torch.zeros(self.grid[0] * self.grid[1], dtype=torch.bool)
+            return torch.ones(self.grid, dtype=torch.bool, device="cpu")
+        mask = torch.zeros(self.grid[0] * self.grid[1], dtype=torch.bool, device="cpu")
         mask[chosen[row].cpu()] = True
         return mask.view(self.grid)
 

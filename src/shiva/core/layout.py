@@ -89,12 +89,12 @@ def _windows(shape: tuple[int, int, int], cell: tuple[int, int], device: torch.d
     down, across = rows // cell[0], columns // cell[1]
     if not down * across:
         raise ValueError(f"a {rows}x{columns} grid holds no whole {cell[0]}x{cell[1]} cell; use smaller cells")
-    positions = torch.arange(frames * rows * columns).view(shape)
+    positions = torch.arange(frames * rows * columns, device=HOST).view(shape)
     covered = positions[:, : down * cell[0], : across * cell[1]]
     members = covered.reshape(frames, down, cell[0], across, cell[1]).transpose(2, 3)
-    inside = torch.zeros(shape, dtype=torch.bool)
-    inside[:, : down * cell[0], : across * cell[1]] = True
-    return Windows(members.reshape(frames * down * across, -1).to(device), positions[~inside].to(device))
+    right, below = positions[:, : down * cell[0], across * cell[1] :], positions[:, down * cell[0] :]
+    outside = torch.cat([right.flatten(), below.flatten()]).sort().values
+    return Windows(members.reshape(frames * down * across, -1).to(device), outside.to(device))
 
 
 # -- a prediction, token by token: pictures (B, C, H, W), clips (B, C, F, H, W) or tokens (B, N, C) --------------

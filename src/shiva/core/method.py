@@ -35,7 +35,7 @@ SiteKind = Literal["model", "block", "attention", "keys", "cross_attention", "ff
 GuidancePolicy = Literal["shared", "per-sample", "max"]
 Config = TypeVar("Config", bound="MethodConfig")
 
-Run: TypeAlias = Callable[[Tensor, "Reduction | None"], Streams]
+RunSite: TypeAlias = Callable[[Tensor, "Reduction | None"], Streams]
 """Runs the site on image tokens (B, K, D); None for the reduction means all of them, in order."""
 
 
@@ -102,8 +102,6 @@ class Method(nn.Module):
     """Whether tokens that are computed attend to all others, in the layers whose keys it selects."""
     fresh_keys: bool = False
     """Whether those keys are made anew of all tokens at every step, not kept from earlier ones."""
-    holds: bool = False
-    """Whether several blocks in a row run on tokens that it gathered once."""
     needs_guidance: ClassVar[bool] = False
     """Whether it compares the two predictions of classifier-free guidance."""
     needs_signals: bool = False
@@ -123,6 +121,11 @@ class Method(nn.Module):
         self.guidance = getattr(config, "guidance", self.guidance)
         self.eval()
 
+    @property
+    def holds(self) -> bool:
+        """Whether several blocks in a row run on tokens that it gathered once."""
+        return "model" in self.sites
+
     def __repr__(self) -> str:
         return f"{type(self.config).__name__} on {self.spec.name} ({self.spec.layers} layers of {self.spec.width})"
 
@@ -130,7 +133,7 @@ class Method(nn.Module):
         """How the site's tokens x (B, N, D) are reduced; None runs the site dense."""
         raise NotImplementedError
 
-    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def around(self, run: RunSite, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         """Run a site on reduced tokens; `base` (B, N, D) is what a token holds if the site adds nothing to it."""
         reduction = self.reduction(x, site, ctx)
         return run(x, None) if reduction is None else run_reduced(run, reduction, x, base, ctx)
@@ -160,12 +163,8 @@ class Method(nn.Module):
         """FLOPs a sample that it spends itself, beside the sites, at a step whose layers run on so many tokens."""
         return 0.0
 
-    def turn(self, config: Any) -> None:
-        """Go on under a config that differs in what a trained method may change, such as its knob."""
-        self.config = config
 
-
-def run_reduced(run: Run, reduction: Reduction, x: Tensor, base: Tensor, ctx: StepContext) -> Streams:
+def run_reduced(run: RunSite, reduction: Reduction, x: Tensor, base: Tensor, ctx: StepContext) -> Streams:
     """A site on the reduced tokens of x (B, N, D), its results at all places again."""
     with ctx.phase("gather"):
         reduced = reduction.reduce(x)

@@ -82,9 +82,9 @@ def choice(name: str, value: str, allowed: Iterable[str]) -> str:
     return value
 
 
-def share(name: str, value: float, *, zero: bool = False) -> float:
-    """Check a share of tokens: above 0 (or from 0, with `zero`) and at most 1."""
-    return float(fitted(Share if zero else Ratio, value, name))
+def share(name: str, value: float) -> float:
+    """Check a share of tokens: above 0 and at most 1."""
+    return float(fitted(Ratio, value, name))
 
 
 # -- dataclasses -------------------------------------------------------------------------------------

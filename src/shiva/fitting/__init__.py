@@ -22,7 +22,7 @@ from shiva.backbones.base import backbone_of
 from shiva.checkpoint import ShivaCheckpoint
 from shiva.compat import transformer_of
 from shiva.core.context import StepContext
-from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, Run
+from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, RunSite
 from shiva.core.reduction import Reduction, Streams
 from shiva.evaluate.drawing import draw
 from shiva.methods.refresh import Refresh
@@ -78,7 +78,7 @@ class Watcher(Method):
     def selects(self, site: Place) -> bool:
         return site.kind == "block"
 
-    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def around(self, run: RunSite, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         out = run(x, None)
         if site.layer in self.fit:
             self.waiting[site.layer] = x

@@ -15,7 +15,7 @@ from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, unify_g
 from shiva.core.options import Count, Positive, Share
 from shiva.core.reduction import Reduction, flat_rows, gather
 from shiva.methods.scores import cell_leaders
-from shiva.methods.tomesd import merged_share
+from shiva.methods.tomesd import check_merged
 from shiva.ops.fill import filled
 from shiva.ops.shortcut import find_neighbours
 from shiva.ops.topk import hard_topk
@@ -41,7 +41,7 @@ class CoReDiT(MethodConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        merged_share("ratio * (1 + growth)", self.ratio * (1 + self.growth))
+        check_merged("ratio * (1 + growth)", self.ratio * (1 + self.growth))
 
     def share(self, step: int, steps: int) -> float:
         progress = min(step / (steps - 1), 1.0) if steps > 1 else 0.5
@@ -77,6 +77,8 @@ def covering(scores: Tensor, layout: Layout) -> Tensor:
 
 @dataclass
 class CoReDiTStep:
+    k: int = 0
+    """Tokens that attention runs on."""
     indices: dict[str, Tensor] = field(default_factory=dict)  # attention -> (B, k)
 
 
@@ -86,11 +88,13 @@ class CoReDiTMethod(Method):
     new_step = CoReDiTStep
     config: CoReDiT
 
+    def begin_step(self, ctx: StepContext) -> None:
+        ctx.now.k = ctx.tokens - int(self.config.share(*ctx.of_run(self.config.steps)) * ctx.tokens)
+
     def reduction(self, x: Tensor, site: Place, ctx: StepContext) -> Reduction | None:
-        k = ctx.tokens - int(self.config.share(*ctx.of_run(self.config.steps)) * ctx.tokens)
+        k, known = ctx.now.k, ctx.now.indices
         if k >= x.shape[1]:
             return None
-        known: dict[str, Tensor] = ctx.now.indices
         if not ctx.branch or self.guidance == "per-sample" or site.name not in known:
             with ctx.phase("router"):
                 scores = unify_guidance(covering(-coherence(x, ctx.layout), ctx.layout), self.guidance, ctx)

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shiva.core.context import StepContext
-from shiva.core.method import BackboneSpec, GuidancePolicy, Place, Run, Trainable, unify_guidance
+from shiva.core.context import NOISE, StepContext
+from shiva.core.method import BackboneSpec, GuidancePolicy, Place, RunSite, Trainable, unify_guidance
 from shiva.core.options import NotNegative, Ratio, Size, Whole
 from shiva.core.reduction import Streams
 from shiva.methods.fills import FillOptions, FillRun, check_layers
@@ -141,7 +141,7 @@ class DiffCRMethod(Trainable):
         """Which part of the timesteps: the first is the cleanest; also where the timestep is not known."""
         if timestep != timestep:
             return 0
-        return min(int(timestep * self.config.regions / 1000), self.config.regions - 1)
+        return min(int(timestep * self.config.regions / NOISE), self.config.regions - 1)
 
     def plan(self, ctx: StepContext, timesteps: list[float] | None) -> tuple[int, ...]:
         if self.training:
@@ -170,7 +170,7 @@ class DiffCRMethod(Trainable):
 
     # -- one block -----------------------------------------------------------------------------------
 
-    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def around(self, run: RunSite, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         if site.kind == "ffn":
             return self.gated_ffn(run, x, site, ctx)
         scores = self.scores(x, site.layer, ctx)
@@ -206,7 +206,7 @@ class DiffCRMethod(Trainable):
             return perturb(scores, ctx.explore.score_noise) if self.training else scores
 
     def single_pass(
-        self, run: Run, x: Tensor, scores: Tensor, age: Tensor | None, k: int, site: Place, ctx: StepContext
+        self, run: RunSite, x: Tensor, scores: Tensor, age: Tensor | None, k: int, site: Place, ctx: StepContext
     ) -> Streams:
         """The block on the k best tokens of x (B, N, D), its FFN gated by their scores (B, N).
 
@@ -238,7 +238,7 @@ class DiffCRMethod(Trainable):
         known[site.layer] = hard_topk(scores, k) if chosen is None else chosen
         return known[site.layer]
 
-    def gated_ffn(self, run: Run, x: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def gated_ffn(self, run: RunSite, x: Tensor, site: Place, ctx: StepContext) -> Streams:
         """The FFN inside a pass: x (B, k, D) are the pass's tokens."""
         out, gate = run(x, None), ctx.now.gate
         ctx.now.gate = None

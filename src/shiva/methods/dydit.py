@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shiva.core.context import StepContext
-from shiva.core.method import BackboneSpec, GuidancePolicy, Place, Run, Trainable, run_reduced, unify_guidance
+from shiva.core.method import BackboneSpec, GuidancePolicy, Place, RunSite, Trainable, run_reduced, unify_guidance
 from shiva.core.options import Count, NotNegative, Positive, Ratio, Share, Whole
 from shiva.core.reduction import Reduction, Streams, flat_rows, gather, scatter, select
-from shiva.methods.fills import Cached, FillOptions, FillRun, Near, key_of
+from shiva.methods.fills import FillOptions, FillRun, Near, key_of
 from shiva.methods.scores import full_precision
 from shiva.ops.fill import distances, nearest_masked
 
@@ -152,7 +152,7 @@ class DyDiTMethod(Trainable):
             logits = self.routers[site.layer](x, ctx.time_embedding, ctx.prompt)
             return unify_guidance(logits, self.guidance, ctx)
 
-    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def around(self, run: RunSite, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         if not self.training:
             reduction = self.reduction(x, site, ctx)
             if reduction is not None:
@@ -187,12 +187,13 @@ class DyDiTMethod(Trainable):
         mask = self.mask(x, site, ctx)
         if self.fill.dense_step(ctx.step, ctx) or not self.fill.ready(x, site, ctx):
             return None
-        if int(mask.sum()) == mask.numel():
-            return None
         if self.config.union:
-            chosen = mask[0].nonzero().squeeze(1)  # (K,)
-            return self.filled(select(chosen.expand(x.shape[0], -1), x.shape[1]), mask, x, site, ctx)
-        return self.filled(flat_selection(mask), mask, x, site, ctx)
+            chosen = select(mask[0].nonzero().squeeze(1).expand(x.shape[0], -1), x.shape[1])
+        else:
+            chosen = flat_selection(mask)
+        if chosen.positions.numel() == mask.numel():
+            return None
+        return self.filled(chosen, mask, x, site, ctx)
 
     def filled(self, chosen: Reduction, mask: Tensor, x: Tensor, site: Place, ctx: StepContext) -> Reduction:
         """The chosen tokens' FFN updates, and for the others (not mask (B, N)) what the config says."""
@@ -213,7 +214,7 @@ class DyDiTMethod(Trainable):
             rows = flat_rows(nearest_masked(closeness, mask), x.shape[1])
             return torch.where(computed, updates, gather(updates, rows))
 
-        if isinstance(fill, Cached) and fill.caches_layer(site.layer):
+        if fill.caches_layer(site.layer):
             return replace(chosen, restore=lambda values, base: cached(chosen.restore(values, base)))
         if isinstance(fill, Near):
             return replace(chosen, restore=lambda values, base: near(chosen.restore(values, base)))

@@ -17,7 +17,7 @@ from shiva.core.context import Earlier, StepContext
 from shiva.core.layout import Layout
 from shiva.core.method import BackboneSpec, MethodConfig, Place
 from shiva.core.options import Whole
-from shiva.core.reduction import Reduction, flat_rows, gather, select
+from shiva.core.reduction import Reduction, flat_rows, select
 from shiva.ops.fill import (
     FillFrom,
     cached_updates,
@@ -170,8 +170,8 @@ class Fill:
         """Keys or values of all tokens, from those just made (B, K, D) of the selected ones."""
         return values
 
-    def keeps_keys(self, layer: int) -> bool:
-        """Whether a layer's keys and values may be kept from step to step."""
+    def caches_layer(self, layer: int) -> bool:
+        """Whether a layer's updates, keys and values may be kept from step to step."""
         return False
 
     def flops(self, counts: Sequence[float], layout: Layout) -> float:
@@ -205,17 +205,16 @@ class Fill:
 class Near(Fill):
     """The update of the selected token that is most similar, or nearest."""
 
-    def nearest(self, x: Tensor, indices: Tensor, ctx: StepContext, *, apart: bool = False) -> Tensor:
+    def told_by(self, indices: Tensor, x: Tensor, ctx: StepContext, *, apart: bool = False) -> FillFrom:
         if self.config.near == "similar":
-            return most_similar(x, indices, apart=apart)
-        return spatially_nearest(indices, ctx.layout, apart=apart)
+            return near_updates(indices, most_similar(x, indices, apart=apart))
+        return near_updates(indices, spatially_nearest(indices, ctx.layout, apart=apart))
 
     def of(self, indices: Tensor, x: Tensor, site: Place, ctx: StepContext) -> Reduction:
-        return near_updates(indices, self.nearest(x, indices, ctx))
+        return filled(indices, x.shape[1], self.told_by(indices, x, ctx))
 
     def from_selected(self, indices: Tensor, x: Tensor, age: Tensor, layer: int, ctx: StepContext) -> FillFrom | None:
-        sources = flat_rows(self.nearest(x.detach(), indices, ctx, apart=True), indices.shape[1])
-        return lambda updates: gather(updates, sources)
+        return self.told_by(indices, x.detach(), ctx, apart=True)
 
 
 class Cached(Fill):
@@ -226,9 +225,6 @@ class Cached(Fill):
     def caches_layer(self, layer: int) -> bool:
         layers = self.config.cache_layers
         return layers is None or layer in layers
-
-    def keeps_keys(self, layer: int) -> bool:
-        return self.caches_layer(layer)
 
     def dense_step(self, step: int, ctx: StepContext) -> bool:
         return step == ctx.first or super().dense_step(step, ctx)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from shiva.core.context import StepContext
-from shiva.core.method import Place, Run, SiteKind
+from shiva.core.method import Place, RunSite, SiteKind
 from shiva.core.reduction import Reduction, Streams, flat_rows, gather, scatter
 
 INSIDE: frozenset[SiteKind] = frozenset({"attention", "cross_attention", "ffn", "keys"})
@@ -34,7 +34,7 @@ def check_fresh(site: Place, backbone: str) -> None:
         )
 
 
-def around_block(run: Run, reduction: Reduction, x: Tensor, base: Tensor, ctx: StepContext) -> Streams:
+def around_block(run: RunSite, reduction: Reduction, x: Tensor, base: Tensor, ctx: StepContext) -> Streams:
     """A block that updates the chosen of x (B, N, D), with all others as keys."""
     rows = flat_rows(reduction.positions, x.shape[1])
     ctx.now.fresh = Fresh(rows)
@@ -47,7 +47,7 @@ def around_block(run: Run, reduction: Reduction, x: Tensor, base: Tensor, ctx: S
     return out._replace(image=image, ran=reduction.positions.shape[1])
 
 
-def around_inside(run: Run, x: Tensor, site: Place, ctx: StepContext) -> Streams:
+def around_inside(run: RunSite, x: Tensor, site: Place, ctx: StepContext) -> Streams:
     """An attention, its keys or a feed-forward of the block, on normed tokens x; only the chosen are updated."""
     fresh: Fresh | None = ctx.now.fresh
     if fresh is None:

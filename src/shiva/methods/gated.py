@@ -154,7 +154,7 @@ class LapSum(GatedOptions):
 @functools.lru_cache(maxsize=16)
 def shifted_ratios(logits: tuple[float, ...], keep: float, dense: tuple[int, ...]) -> list[float]:
     """Each layer's ratio after the shift of all logits at which the reduced ones have the mean `keep`."""
-    table = torch.tensor(logits, dtype=torch.float64)[None]  # (1, L)
+    table = torch.tensor(logits, dtype=torch.float64, device="cpu")[None]  # (1, L)
     return RatioSchedule((1000.0,), table, dense=frozenset(dense)).shift(keep).ratios()[0].tolist()
 
 

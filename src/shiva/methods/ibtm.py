@@ -14,7 +14,7 @@ from shiva.core.layout import Layout, to_tokens
 from shiva.core.method import BackboneSpec, Method, MethodConfig, Place
 from shiva.core.options import Count, Positive, Share, Whole
 from shiva.core.reduction import Reduction
-from shiva.methods.tomesd import MergeStep, SubLayer, check_sites, merged_share
+from shiva.methods.tomesd import MergeStep, SubLayer, check_merged, check_sites
 from shiva.ops import seeded
 from shiva.ops.fill import distances
 from shiva.ops.merging import (
@@ -66,7 +66,7 @@ class IBTM(MethodConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        merged_share("ratio", self.ratio)
+        check_merged("ratio", self.ratio)
         check_sites(self.sites)
         if self.layers[0] > self.layers[1]:
             raise ValueError(f"layers={self.layers} is no range; pass (first, last) with 0 <= first <= last")
@@ -85,7 +85,8 @@ class IBTM(MethodConfig):
 def guidance_difference(first: Tensor, second: Tensor, layout: Layout, channels: int) -> Tensor:
     """Mean absolute difference of two predictions at each token: (B, N).
 
-    Predictions are (B, C, H, W) or (B, C, F, H, W), of which only the latents' own channels count, or (B, N, C).
+    Predictions are (B, C, H, W) or (B, C, F, H, W), of which only the latents' own channels count (a model that
+    also predicts their variance returns twice as many), or (B, N, C).
     """
     difference = (first.float() - second.float()).abs()
     own = difference if difference.ndim == 3 else difference[:, :channels]
@@ -151,7 +152,8 @@ class IBTMMethod(Method):
         else:
             now.first_output = output
             return
-        ctx.run.importance = guidance_difference(first, second, ctx.layout, ctx.channels)
+        assert ctx.latents is not None
+        ctx.run.importance = guidance_difference(first, second, ctx.layout, ctx.latents.shape[1])
 
     def begin_step(self, ctx: StepContext) -> None:
         """Draw the step's destinations by the map that the step before left; its second branch takes the first's."""
@@ -177,9 +179,10 @@ class IBTMMethod(Method):
         pool = min(int(self.config.pool * kept), ctx.tokens)
         order = importance.argsort(dim=1, descending=True, stable=True)
         now.pool = order[:, :pool]  # (b, M), b images
-        drawn = torch.rand(self.spec.layers, pool, generator=generator).argsort(dim=1)
+        drawn = torch.rand(self.spec.layers, pool, generator=generator, device="cpu").argsort(dim=1)
         now.drawn = ctx.here(drawn[:, : max(1, ctx.tokens // 4)])  # (L, K)
-        now.jitter = ctx.here(TIE_BREAK * torch.randn(drawn.shape[1], 2, generator=generator))
+        jitter = torch.randn(drawn.shape[1], 2, generator=generator, device="cpu")
+        now.jitter = ctx.here(TIE_BREAK * jitter)
 
     # -- merging -------------------------------------------------------------------------------------
 

@@ -13,12 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shiva.core.context import StepContext
+from shiva.core.context import NOISE, StepContext
 from shiva.core.layout import to_prediction, to_tokens
 from shiva.core.method import BackboneSpec, Method, MethodConfig, Place
 from shiva.core.options import Count, Positive, Ratio, Share
-from shiva.core.reduction import Reduction, scatter, select
-from shiva.core.reduction import flat_rows as rows_of
+from shiva.core.reduction import Reduction, flat_rows, gather, scatter, select
 from shiva.methods.scores import lattice_scores
 from shiva.ops.shortcut import find_neighbours
 from shiva.ops.topk import hard_topk
@@ -66,7 +65,6 @@ class JiTStep:
 
 class JiTMethod(Method):
     sites = frozenset({"model"})
-    holds = True
     new_step = JiTStep
     config: JiT
 
@@ -87,21 +85,20 @@ class JiTMethod(Method):
         anchors: Tensor | None = ctx.now.anchors
         if anchors is None or ctx.latents is None:
             return None
-        layout, sigma = ctx.layout, ctx.toward * ctx.timestep / 1000
+        layout, sigma = ctx.layout, ctx.toward * ctx.timestep / NOISE
         found = to_tokens(output, layout)
         flows = ctx.latents.shape == output.shape and sigma != 0
         noisy = to_tokens(ctx.latents, layout).to(found.dtype) if flows else found
         clean = noisy - sigma * found if flows else found
         everywhere = lifted(clean, anchors, layout.shape, self.config.spread)
         prediction = (noisy - everywhere) / sigma if flows else everywhere
-        rows = rows_of(anchors, layout.tokens)
-        exact = found.flatten(0, 1)[rows].view(anchors.shape[0], -1, found.shape[-1])
-        return to_prediction(scatter(exact, prediction, rows), output, layout)
+        rows = flat_rows(anchors, layout.tokens)
+        return to_prediction(scatter(gather(found, rows), prediction, rows), output, layout)
 
 
 def lifted(values: Tensor, anchors: Tensor, shape: tuple[int, int, int], spread: float) -> Tensor:
     """Values (B, N, F) at the anchors (B, k), carried to all tokens by their neighbours' weighted mean."""
-    known = values.gather(1, anchors[..., None].expand(-1, -1, values.shape[-1]))
+    known = gather(values, flat_rows(anchors, values.shape[1]))
     every = torch.arange(values.shape[1], device=values.device).expand(values.shape[0], -1)
     near = find_neighbours(anchors, every, shape, spread)
     alone = (near.weights.sum(dim=-1) == 0).view(values.shape[0], -1, 1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shiva.core.context import Held, StepContext
-from shiva.core.method import BackboneSpec, GuidancePolicy, Method, Place, Run, run_reduced, unify_guidance
+from shiva.core.method import BackboneSpec, GuidancePolicy, Method, Place, RunSite, run_reduced, unify_guidance
 from shiva.core.options import Count, NotNegative, Whole
 from shiva.core.reduction import Reduction, Streams
 from shiva.methods.fills import FillRun, Key, check_layers, key_of
@@ -109,9 +109,12 @@ class Pruner(Method):
         with_keys = self.whole_keys or self.freezes
         self.requires = frozenset({"block", "keys"}) if with_keys else frozenset({"block"})
         self.sites = self.requires | INSIDE if self.fresh_keys else self.requires
-        self.holds = config.span > 1
         if self.shortcut is not None:
             check_whole(spans_of(spec.layers, frozenset(config.dense), config.span), spec.layers, config.span)
+
+    @property
+    def holds(self) -> bool:
+        return self.config.span > 1
 
     @property
     def needs_sigma(self) -> bool:  # type: ignore[override]
@@ -156,7 +159,7 @@ class Pruner(Method):
         return self.whole_keys and (self.fresh_keys or self.fill.in_this(ctx).caches)
 
     def keeps_keys(self, layer: int) -> bool:
-        return self.whole_keys and self.fill.keeps_keys(layer)
+        return self.whole_keys and self.fill.caches_layer(layer)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Weights of this method under any fill: a shortcut that they lack stays as it is, one too many is left."""
@@ -262,11 +265,11 @@ class Pruner(Method):
         if ctx.counts[site.layer] >= x.shape[1] or not self.fill.ready(x, site, ctx):
             return None
         reduction = self.fill(self.indices(x, site, ctx), x, site, ctx)
-        if not (self.whole_keys and self.fill.in_this(ctx).keeps_keys(site.layer)):
+        if not (self.whole_keys and self.fill.in_this(ctx).caches_layer(site.layer)):
             return reduction
         return replace(reduction, whole_keys=True)
 
-    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def around(self, run: RunSite, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         if self.fresh_keys and site.kind != "block":
             made = around_inside(run, x, site, ctx)
             return self.with_references(made, site, ctx) if site.kind == "keys" else made

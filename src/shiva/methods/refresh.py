@@ -7,22 +7,22 @@ place of one a layer, beside the keys and values that the others last had. This 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from shiva.core.context import StepContext
+from shiva.core.context import NOISE, StepContext
 from shiva.core.layout import to_tokens, token_mask
-from shiva.core.method import BackboneSpec, Method, Place, Run, unify_guidance
+from shiva.core.method import BackboneSpec, Method, Place, RunSite, unify_guidance
 from shiva.core.options import Count, NotNegative, Ratio, Whole
 from shiva.core.reduction import Reduction, Streams, select
 from shiva.methods.counts import CountOptions, Learned, Table
 from shiva.methods.fills import CACHE_DTYPES, Key, check_layers, key_of, keys_of_all
 from shiva.methods.scores import Band, with_bonus
 from shiva.ops.fill import cached_updates, grow_older
-from shiva.ops.probe import FEATURES, Probe, look
+from shiva.ops.probe import FEATURES, Probe, directions, look
 from shiva.ops.topk import hard_topk
 
 
@@ -55,7 +55,7 @@ class RefreshRun:
 
 
 @dataclass
-class RefreshStep:
+class ChoiceStep:
     chosen: Tensor | None = None  # (B, k), by a step's first call for all of them
     indices: Tensor | None = None  # (B, k), of the call at work; None where all tokens run
 
@@ -64,9 +64,8 @@ class Refresher(Method):
     """One choice a step, for all blocks from `leading` on. A subclass ranks, and says what is held."""
 
     sites = frozenset({"model", "keys"})
-    holds = True
     config: RefreshOptions
-    new_run, new_step = RefreshRun, RefreshStep
+    new_run, new_step = RefreshRun, ChoiceStep
 
     def __init__(self, config: RefreshOptions, spec: BackboneSpec, leading: int = 0):
         super().__init__(config, spec)
@@ -136,7 +135,7 @@ class Refresher(Method):
             run.ages = grow_older(run.ages, indices)
         return indices
 
-    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def around(self, run: RunSite, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         """A projection to keys or values: of those that run anew, of the others as they were."""
         made = run(x, None)
         if self.idle:
@@ -167,11 +166,22 @@ class Refresh(RefreshOptions):
         return RefreshMethod(self, spec)
 
 
+@dataclass
+class RefreshStep(ChoiceStep):
+    """What a score needs is made before the blocks run: of a compiled graph nothing is drawn, and no number read."""
+
+    band: Tensor | None = None  # (1, N)
+    basis: Tensor | None = None  # (D, r)
+    level: Tensor | None = None  # (), of noise
+    look: Tensor | None = None  # (B, N, r), of the call at work
+
+
 class RefreshMethod(Refresher, Learned):
     """Holds the sum of updates."""
 
     untrained = "ranks by an unfitted probe: run `shiva fit --probe`, and attach the folder it writes"
     config: Refresh
+    new_step = RefreshStep
 
     def __init__(self, config: Refresh, spec: BackboneSpec):
         super().__init__(config, spec, config.dense)
@@ -182,23 +192,29 @@ class RefreshMethod(Refresher, Learned):
     def groups(self) -> dict[str, list[nn.Parameter]]:
         return {} if self.probe is None else {"router": list(self.probe.parameters())}
 
-    def scores(self, x: Tensor, ctx: StepContext) -> Tensor:
+    def begin_step(self, ctx: StepContext) -> None:
+        now: RefreshStep = ctx.now
         if self.config.score == "band":
-            return self.band.draw(ctx.layout, ctx.step, 1).to(x.device).expand(x.shape[0], -1)
-        run: RefreshRun = ctx.run
-        assert run.seen is not None
-        assert run.ages is not None
-        now = look(x)
-        if self.probe is None:
-            return (now - run.seen).norm(dim=-1)
-        return self.probe(now, now - run.seen, run.ages, ctx.timestep / 1000)
+            now.band = ctx.here(self.band.draw(ctx.layout, ctx.step, 1))
+            return
+        now.basis = ctx.here(directions(self.spec.width))
+        if self.probe is not None:
+            now.level = ctx.here(torch.tensor(ctx.timestep / NOISE, device="cpu"))
+
+    def scores(self, x: Tensor, ctx: StepContext) -> Tensor:
+        run, now = ctx.run, ctx.now
+        if self.config.score == "band":
+            return now.band.expand(x.shape[0], -1)
+        now.look = look(x, now.basis)
+        change = now.look - run.seen
+        return change.norm(dim=-1) if self.probe is None else self.probe(now.look, change, run.ages, now.level)
 
     def choose(self, x: Tensor, k: int, ctx: StepContext) -> Tensor:
         indices = super().choose(x, k, ctx)
-        run: RefreshRun = ctx.run
-        if self.config.score != "band" and run.seen is not None:
+        run, now = ctx.run, ctx.now
+        if now.look is not None:
             places = indices[..., None].expand(-1, -1, FEATURES)
-            run.seen = run.seen.scatter(1, places, look(x).gather(1, places))
+            run.seen = run.seen.scatter(1, places, now.look.gather(1, places))
         return indices
 
     def ready(self, x: Tensor, ctx: StepContext) -> bool:
@@ -206,13 +222,12 @@ class RefreshMethod(Refresher, Learned):
         return total is not None and total.shape == x.shape
 
     def hold(self, indices: Tensor, x: Tensor, ctx: StepContext) -> Reduction:
-        held = cached_updates(indices, ctx.run.totals[ctx.branch])
-        return Reduction(held.reduce, held.restore, indices, self.whole_keys)
+        return replace(cached_updates(indices, ctx.run.totals[ctx.branch]), whole_keys=self.whole_keys)
 
     def refresh(self, x: Tensor, ctx: StepContext) -> Reduction:
         run: RefreshRun = ctx.run
         if self.config.score != "band" and not ctx.branch:
-            run.seen = look(x.detach())
+            run.seen = look(x.detach(), ctx.now.basis)
         every = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
         dtype = CACHE_DTYPES[self.config.cache_dtype] or x.dtype
         return Reduction(lambda tokens: tokens, noting(run.totals, ctx.branch, dtype), every, self.whole_keys)
@@ -270,8 +285,7 @@ class RASMethod(Refresher):
         return run.busy * torch.exp(self.config.starvation * run.ages)
 
     def hold(self, indices: Tensor, x: Tensor, ctx: StepContext) -> Reduction:
-        chosen = select(indices, x.shape[1])
-        return Reduction(chosen.reduce, chosen.restore, indices, self.whole_keys)
+        return replace(select(indices, x.shape[1]), whole_keys=self.whole_keys)
 
     def end_step(self, output: Tensor, ctx: StepContext) -> Tensor | None:
         run: RASRun = ctx.run

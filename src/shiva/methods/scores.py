@@ -83,7 +83,7 @@ class Band(Score):
 
     def draw(self, layout: Layout, step: int, layers: int) -> Tensor:
         start = round(GOLDEN * step * layout.tokens)
-        behind = (torch.arange(layout.tokens) - start) % layout.tokens
+        behind = (torch.arange(layout.tokens, device="cpu") - start) % layout.tokens
         return -behind.float().expand(layers, -1)
 
     def turn(self, step: int, layer: int) -> Hashable:
@@ -114,7 +114,7 @@ class Random(Score):
         self.seed = seed
 
     def draw(self, layout: Layout, step: int, layers: int) -> Tensor:
-        return torch.rand(layers, layout.tokens, generator=seeded(self.seed, step))
+        return torch.rand(layers, layout.tokens, generator=seeded(self.seed, step), device="cpu")
 
 
 class Norm(Score):
@@ -245,15 +245,13 @@ def lattice_ranks(shape: Shape) -> Tensor:
     corner of the 4x4x4 cell, and so on. Corners go by parity first, so that the first half is a checkerboard; in a
     single frame this is Bayer's matrix. Other sizes than powers of two are cut out of the next larger one.
     """
-    axes = (torch.arange(length) for length in shape)
+    axes = (torch.arange(length, device="cpu") for length in shape)
     frame, row, column = torch.meshgrid(*axes, indexing="ij")
-    order = torch.zeros(shape, dtype=torch.long)
+    order = torch.zeros(shape, dtype=torch.long, device="cpu")
     for level in range((max(shape) - 1).bit_length()):
         f, r, c = ((place >> level) & 1 for place in (frame, row, column))
         order = order * 8 + 4 * (f ^ r ^ c) + 2 * (f ^ r) + f
-    ranks = torch.empty(order.numel(), dtype=torch.long)
-    ranks[order.flatten().argsort()] = torch.arange(order.numel())
-    return ranks
+    return order.flatten().argsort().argsort()
 
 
 def turned(ranks: Tensor, turns: float) -> Tensor:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from shiva.core.context import StepContext
 from shiva.core.layout import Windows
-from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, Run
+from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, RunSite
 from shiva.core.options import Count, Ratio, Share, Whole
 from shiva.core.reduction import Reduction, Streams
-from shiva.methods.tomesd import merged_share
+from shiva.methods.tomesd import check_merged
 from shiva.ops import seeded
 from shiva.ops.merging import (
     Matching,
@@ -61,7 +61,7 @@ class SDTM(MethodConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        merged_share("ratio + deviation", self.ratio + self.deviation)
+        check_merged("ratio + deviation", self.ratio + self.deviation)
         if self.deviation > self.ratio:
             raise ValueError(
                 f"deviation={self.deviation} is above ratio={self.ratio}; the last steps would be below 0"
@@ -205,7 +205,7 @@ class SDTMMethod(Method):
             return merging(matching)
         return blended(matching, cached, self.config.cache_weight)
 
-    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def around(self, run: RunSite, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         if not ctx.now.protected:
             return super().around(run, x, base, site, ctx)
         out = run(x, None)

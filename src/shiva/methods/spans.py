@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shiva.core.context import Held, StepContext
-from shiva.core.method import Run
+from shiva.core.method import RunSite
 from shiva.core.reduction import Reduction, Streams
 
 
@@ -39,7 +39,7 @@ def check_whole(spans: dict[int, range], layers: int, span: int) -> None:
             )
 
 
-def begin_span(run: Run, reduction: Reduction, x: Tensor, base: Tensor, first: int, ctx: StepContext) -> Streams:
+def begin_span(run: RunSite, reduction: Reduction, x: Tensor, base: Tensor, first: int, ctx: StepContext) -> Streams:
     """The first layer: its tokens stay gathered."""
     ctx.now.held[first] = Held(reduction, base)
     with ctx.phase("gather"):
@@ -47,7 +47,7 @@ def begin_span(run: Run, reduction: Reduction, x: Tensor, base: Tensor, first: i
     return run(reduced, reduction)
 
 
-def within_span(run: Run, x: Tensor, layer: int, span: range, ctx: StepContext) -> Streams:
+def within_span(run: RunSite, x: Tensor, layer: int, span: range, ctx: StepContext) -> Streams:
     """A layer after it, on gathered tokens x (B, k, D); after the last all tokens are there again."""
     held = ctx.now.held[span.start]
     out = run(x, held.reduction)

@@ -30,15 +30,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shiva.core.context import StepContext
+from shiva.core.context import NOISE, StepContext
 from shiva.core.layout import Layout
-from shiva.core.method import BackboneSpec, MethodConfig, Place, Run, Trainable
+from shiva.core.method import BackboneSpec, MethodConfig, Place, RunSite, Trainable
 from shiva.core.options import Share, Whole
 from shiva.core.reduction import Reduction, Streams
 
 Role = Literal["generate", "sparse", "recover", "dense"]
 ROLES: tuple[Role, ...] = ("generate", "sparse", "recover", "dense")
-NOISE = 1000.0
 
 
 @dataclass(frozen=True)
@@ -153,6 +152,7 @@ class SparseDiTMethod(Trainable):
     sites = frozenset({"block", "attention", "keys", "cross_attention", "ffn"})
     requires = frozenset({"keys"})
     guidance = "shared"
+    holds = True
     config: SparseDiT
     new_step = SparseDiTStep
 
@@ -206,14 +206,14 @@ class SparseDiTMethod(Trainable):
 
     # -- blocks --------------------------------------------------------------------------------------
 
-    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def around(self, run: RunSite, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         if site.kind != "block":
             return self.inside(run, x, site, ctx)
         if ctx.now.coarse == ctx.layout.shape[1:]:
             return run(x, None)
         return self.block(run, x, ctx.now.coarse, site, ctx)
 
-    def block(self, run: Run, x: Tensor, coarse: tuple[int, int], site: Place, ctx: StepContext) -> Streams:
+    def block(self, run: RunSite, x: Tensor, coarse: tuple[int, int], site: Place, ctx: StepContext) -> Streams:
         """A block of a module on x: all tokens (B, N, D) at its start, the coarse grid's (B, m n, D) from then on."""
         role, module = self.roles[site.layer]
         if role == "generate":
@@ -225,7 +225,7 @@ class SparseDiTMethod(Trainable):
         centres = cell_centres(ctx.layout, coarse, x.device).expand(x.shape[0], -1)
         return run(x, Reduction(lambda full: full, lambda values, base: values, centres))
 
-    def across(self, run: Run, queries: Tensor, keys: Tensor, ctx: StepContext) -> Streams:
+    def across(self, run: RunSite, queries: Tensor, keys: Tensor, ctx: StepContext) -> Streams:
         """The block on queries (B, Q, D) that attend to keys (B, S, D), both normed and modulated by the block.
 
         It is called on both in one sequence; inside, attention and FFN update the queries only, so that
@@ -239,7 +239,7 @@ class SparseDiTMethod(Trainable):
             ctx.now.queries = None
         return out._replace(image=out.image[:, :count], ran=count)
 
-    def inside(self, run: Run, x: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def inside(self, run: RunSite, x: Tensor, site: Place, ctx: StepContext) -> Streams:
         """An attention, its keys or an FFN inside a block."""
         now: SparseDiTStep = ctx.now
         if now.queries is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shiva.core.context import StepContext
 from shiva.core.layout import Layout
-from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, Run, unify_guidance
+from shiva.core.method import BackboneSpec, Method, MethodConfig, Place, RunSite, unify_guidance
 from shiva.core.options import Count, NotNegative, Share
 from shiva.core.reduction import Streams
 from shiva.methods.fills import Key, key_of
@@ -69,6 +69,8 @@ class ToCaRun:
 
 @dataclass
 class ToCaStep:
+    whole: bool = False
+    """All tokens run."""
     indices: dict[str, Tensor] = field(default_factory=dict)  # site -> (B, k)
 
 
@@ -83,11 +85,14 @@ class ToCaMethod(Method):
     new_run, new_step = ToCaRun, ToCaStep
     config: ToCa
 
-    def around(self, run: Run, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
+    def begin_step(self, ctx: StepContext) -> None:
+        ctx.now.whole = (ctx.step - ctx.first) % self.config.interval == 0
+
+    def around(self, run: RunSite, x: Tensor, base: Tensor, site: Place, ctx: StepContext) -> Streams:
         kept, key = ctx.run, key_of(site, ctx)
         k = round(self.config.share(site.kind, site.layer, self.spec.layers) * x.shape[1])
         known = kept.updates.get(key)
-        whole = (ctx.step - ctx.first) % self.config.interval == 0 or known is None or known.shape != x.shape
+        whole = ctx.now.whole or known is None or known.shape != x.shape
         if whole or k >= x.shape[1]:
             out = run(x, None)
             if k < x.shape[1]:

@@ -128,7 +128,7 @@ def unmerge(values: Tensor, assignment: Tensor, tiles: Tiling) -> Tensor:
     return tiles.unfold(assignment.transpose(-1, -2).to(values.dtype) @ split)
 
 
-Key = tuple[str, int]
+StackKey = tuple[str, int]
 """A stack of blocks, and a guidance branch."""
 
 
@@ -139,17 +139,17 @@ class Carried:
     As an object's own, these numbers are nothing that a compiled graph depends on.
     """
 
-    tensors: dict[Key, Tensor] = field(default_factory=dict)
-    made_at: dict[Key, int] = field(default_factory=dict)
+    tensors: dict[StackKey, Tensor] = field(default_factory=dict)
+    made_at: dict[StackKey, int] = field(default_factory=dict)
 
-    def find(self, key: Key, batch: int, make: Callable[[], Tensor]) -> Tensor:
+    def find(self, key: StackKey, batch: int, make: Callable[[], Tensor]) -> Tensor:
         """What is held under the key for this many samples; made here where there is none."""
         known = self.tensors.get(key)
         if known is None or known.shape[0] != batch:
             known = self.tensors[key] = make()
         return known
 
-    def drop(self, key: Key) -> None:
+    def drop(self, key: StackKey) -> None:
         del self.tensors[key], self.made_at[key]
 
     def date(self, step: int) -> None:
@@ -209,7 +209,7 @@ class ToMAMethod(Method):
         ctx.run.destinations.date(ctx.step)
         ctx.run.assignments.date(ctx.step)
 
-    def destinations_key(self, stack: str, branch: int) -> Key:
+    def destinations_key(self, stack: str, branch: int) -> StackKey:
         """A second branch of the same step finds the first's destinations, where they are shared."""
         return stack, 0 if self.guidance == "shared" else branch
 

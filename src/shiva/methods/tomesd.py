@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 
-from shiva.core import options
 from shiva.core.context import StepContext
 from shiva.core.method import BackboneSpec, Method, MethodConfig, Place
 from shiva.core.options import Count, Share, Whole
@@ -36,15 +35,14 @@ def check_sites(sites: tuple[SubLayer, ...]) -> None:
         )
 
 
-def merged_share(name: str, value: float, cell: tuple[int, int] = (2, 2)) -> float:
-    """Check a share of tokens to merge away: at most all but one of each cell."""
+def check_merged(name: str, value: float, cell: tuple[int, int] = (2, 2)) -> None:
+    """Refuse a share of tokens to merge away above all but one of each cell."""
     limit = 1 - 1 / (cell[0] * cell[1])
-    if options.share(name, value, zero=True) > limit:
+    if value > limit:
         raise ValueError(
             f"{name}={value} is above {limit:g}, all tokens but one of each {cell[0]}x{cell[1]} cell; "
             "lower it or enlarge the cells"
         )
-    return value
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class ToMeSD(MethodConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        merged_share("ratio", self.ratio, (self.sy, self.sx))
+        check_merged("ratio", self.ratio, (self.sy, self.sx))
         check_sites(self.sites)
 
     def removed(self, tokens: int) -> int:

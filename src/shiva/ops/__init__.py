@@ -9,4 +9,4 @@ def seeded(seed: int, *places: int) -> torch.Generator:
     """A method's randomness: that of a place, such as a step, is the same for every sample and device."""
     for place in places:
         seed = seed * 1_000_003 + place
-    return torch.Generator().manual_seed(seed % 2**63)
+    return torch.Generator("cpu").manual_seed(seed % 2**63)

@@ -48,14 +48,14 @@ def nearest_of(closeness: Tensor, indices: Tensor, apart: bool) -> Tensor:
     return closeness.argmax(dim=-1)
 
 
-def near_updates(indices: Tensor, nearest: Tensor) -> Reduction:
-    """A skipped token gets the update of the selected token that `nearest` (B, N) names."""
-    sources = flat_rows(nearest, indices.shape[1])
-    return filled(indices, nearest.shape[1], lambda updates: gather(updates, sources))
-
-
 FillFrom: TypeAlias = Callable[[Tensor], Tensor]
 """From the selected tokens' updates (B, k, D): what every token (B, N, D) gets if it is skipped."""
+
+
+def near_updates(indices: Tensor, nearest: Tensor) -> FillFrom:
+    """The update of the selected token (B, k) that `nearest` (B, N) names."""
+    sources = flat_rows(nearest, indices.shape[1])
+    return lambda updates: gather(updates, sources)
 
 
 def filled(indices: Tensor, tokens: int, fill: FillFrom) -> Reduction:

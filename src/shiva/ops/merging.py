@@ -25,8 +25,8 @@ def draw(cells: Windows, layers: int, generator: torch.Generator | None) -> Tens
     """Which member of each cell is chosen, (layers, C): uniformly at random, or the first without a generator."""
     count, size = cells.members.shape
     if generator is None:
-        return torch.zeros(layers, count, dtype=torch.long)
-    return torch.randint(size, (layers, count), generator=generator)
+        return torch.zeros(layers, count, dtype=torch.long, device="cpu")
+    return torch.randint(size, (layers, count), generator=generator, device="cpu")
 
 
 def split(destinations: Tensor, tokens: int) -> tuple[Tensor, Tensor]:

@@ -20,19 +20,19 @@ FEATURES = 32
 @functools.lru_cache(maxsize=16)
 def directions(width: int) -> Tensor:
     """Random orthonormal columns (D, r), the same for every run: lengths are kept up to a common factor."""
-    drawn = torch.randn(width, min(FEATURES, width), generator=seeded(0, width))
+    drawn = torch.randn(width, min(FEATURES, width), generator=seeded(0, width), device="cpu")
     basis = torch.linalg.qr(drawn).Q
     return F.pad(basis, (0, FEATURES - basis.shape[1]))
 
 
-def in_few(x: Tensor) -> Tensor:
-    """x (B, N, D) in few directions: (B, N, r)."""
-    return x.float() @ directions(x.shape[-1]).to(x.device)
+def in_few(x: Tensor, basis: Tensor | None = None) -> Tensor:
+    """x (B, N, D) in few directions: (B, N, r); `basis` is theirs on the device, where it is at hand."""
+    return x.float() @ (directions(x.shape[-1]).to(x.device) if basis is None else basis)
 
 
-def look(x: Tensor) -> Tensor:
+def look(x: Tensor, basis: Tensor | None = None) -> Tensor:
     """How tokens x (B, N, D) look: (B, N, r)."""
-    return in_few(F.layer_norm(x.float(), x.shape[-1:]))
+    return in_few(F.layer_norm(x.float(), x.shape[-1:]), basis)
 
 
 def distance(change: Tensor) -> Tensor:
@@ -84,7 +84,8 @@ class Moves(NamedTuple):
             for earlier in range(max(0, later - LONGEST), later):
                 now, change = looks[later].flatten(0, 1), (looks[later] - looks[earlier]).flatten(0, 1)
                 off = distance((totals[later] - totals[earlier]).flatten(0, 1))
-                some = torch.randperm(len(now), generator=generator)[: max(1, len(now) // SHARE)].to(now.device)
+                order = torch.randperm(len(now), generator=generator, device="cpu")
+                some = order[: max(1, len(now) // SHARE)].to(now.device)
                 age, sigma = torch.full_like(off[some], later - earlier - 1), torch.full_like(off[some], levels[later])
                 parts.append(cls(now[some], change[some], age, sigma, off[some]))
         return cls.join(parts)
@@ -110,7 +111,8 @@ def regress(probe: Probe, fitted: Moves, held: Moves, updates: int, generator: t
     optimizer = torch.optim.Adam(probe.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, updates)
     for _ in range(updates):
-        batch = fitted.at(torch.randint(len(fitted.target), (BATCH,), generator=generator).to(mean.device))
+        drawn = torch.randint(len(fitted.target), (BATCH,), generator=generator, device="cpu")
+        batch = fitted.at(drawn.to(mean.device))
         loss = (probe(batch.now, batch.change, batch.age, batch.sigma) - (batch.target - mean)).square().mean()
         optimizer.zero_grad()
         loss.backward()

@@ -173,7 +173,7 @@ class RatioSchedule:
         raise_at = remainders.argsort(descending=True, stable=True)[: max(missing, 0)]
         raised = below.flatten()
         raised[raise_at[remainders[raise_at] > 0]] += 1
-        counts = torch.full(self.logits.shape, tokens, dtype=torch.long)
+        counts = torch.full(self.logits.shape, tokens, dtype=torch.long, device="cpu")
         counts[:, self.reduced] = (raised.view_as(below) * multiple).round().long()
         return counts.tolist()
 

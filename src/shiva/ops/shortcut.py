@@ -42,7 +42,7 @@ ABSENT = -1e30
 
 
 class Lin(NamedTuple):
-    """The regression of one layer at one noise level, or at one for each sample: (B, D, r) and (B, 1, D)."""
+    """The regression of one layer at one noise level."""
 
     down: Tensor  # (D, r)
     up: Tensor  # (r, D)
@@ -51,7 +51,7 @@ class Lin(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         """What the layer would add to x (B, N, D)."""
         seen, up, offset = normed(x) @ self.down.to(x.dtype), self.up.to(x.dtype), self.offset.to(x.dtype)
-        return F.linear(seen, up.t(), offset) if offset.ndim == 1 else seen @ up + offset
+        return F.linear(seen, up.t(), offset)
 
 
 class Recalling:
@@ -97,12 +97,11 @@ class Factors(NamedTuple):
     bias: Tensor  # (G, D)
 
     def at(self, sigma: Tensor | float) -> Lin:
-        """At a noise level, or at one for each sample (B,)."""
-        level = torch.as_tensor(sigma, dtype=self.down.dtype, device=self.down.device)[..., None]
-        levels = level ** torch.arange(len(self.down), device=level.device)  # (G,) or (B, G)
-        down = (levels[..., None, None] * self.down).sum(dim=-3)
-        offset = (levels[..., None] * self.bias).sum(dim=-2)
-        return Lin(down, self.up, offset if levels.ndim == 1 else offset[:, None])
+        """At a noise level."""
+        level = torch.as_tensor(sigma, dtype=self.down.dtype, device=self.down.device)
+        levels = level ** torch.arange(len(self.down), device=level.device)  # (G,)
+        down = (levels[:, None, None] * self.down).sum(dim=0)
+        return Lin(down, self.up, (levels[:, None] * self.bias).sum(dim=0))
 
 
 def normed(x: Tensor) -> Tensor:
