@@ -17,6 +17,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from safetensors import safe_open
 
+from recipes.emoji import card
 from recipes.emoji import data as emoji_data
 from recipes.emoji.assemble import assemble, load_pipeline, verify
 from recipes.emoji.autoencoder import make_autoencoder, psnr, save_folder
@@ -378,9 +379,18 @@ def test_psnr_of_a_known_error() -> None:
     assert psnr(torch.full((1, 3, 2, 2), 0.2), torch.zeros(1, 3, 2, 2)).item() == pytest.approx(20, abs=1e-4)
 
 
-def test_card_shows_the_measured_figures() -> None:
-    from recipes.emoji.card import render
+def test_the_cards_are_what_their_commands_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
+    written: dict[Path, str] = {}
+    monkeypatch.setattr(card, "write_atomically", lambda path, data: written.update({path: data.decode()}))
+    for command in (card.__doc__ or "").replace("\\\n", "").split("python -m recipes.emoji.card ")[1:]:
+        monkeypatch.setattr("sys.argv", ["card", *command.split()])
+        card.main()
+    assert [path.parent.name for path in written] == list(card.KINDS)
+    assert written == {path: path.read_text() for path in written}
 
+
+def test_card_shows_the_measured_figures() -> None:
     part = {"top1": 0.5, "top5": 0.75, "text_image_score": 0.6, "images": 8}
     scores = {
         "train": {**part, "real_images": {**part, "top1": 1.0}},
@@ -391,17 +401,17 @@ def test_card_shows_the_measured_figures() -> None:
         "environment": {"date": "2026-01-01"},
         "autoencoder_psnr": {"train": 33.0, "validation": 32.0},
     }
-    card = render(scores)
-    assert "2.0 hours on one to two CPU cores, 100 steps, 1428 images (2 per label)" in card
-    assert "| retrieval, top 1 of 1 563 | 50.0% | 50.0% | 100.0% |" in card
+    text = card.render(scores)
+    assert "2.0 hours on one to two CPU cores, 100 steps, 1428 images (2 per label)" in text
+    assert "| retrieval, top 1 of 1 563 | 50.0% | 50.0% | 100.0% |" in text
     turbo = {**scores, "model": "emoji-128-turbo", "size": [128, 128], "steps": 4, "guidance": 0.0}
     base = {**scores, "model": "emoji-128", "steps": 16}
     distance = {"efficientnet_lite0_frechet_distance": 12.0}
     few = {**base, "paraphrased": True, "train": {**part, **distance, "images": 4}}
-    card = render(turbo, [base, {**base, "steps": 8, "train": {**part, **distance}}, few])
-    assert "num_inference_steps=4, guidance_scale=0" in card
-    assert "results/emoji/train-128-turbo.png" in card
-    assert "| emoji-128-turbo, 4 steps, guidance 0 | 50.0% | 75.0% | – |" in card
-    assert "| emoji-128, 16 steps, guidance 3 | 50.0% | 75.0% | – |" in card
-    assert "| emoji-128, 8 steps, guidance 3 | 50.0% | 75.0% | 12.00 |" in card
-    assert "guidance 3, asked for in other words (4 labels) | 50.0% | 75.0% | – |" in card
+    text = card.render(turbo, [base, {**base, "steps": 8, "train": {**part, **distance}}, few])
+    assert "num_inference_steps=4, guidance_scale=0" in text
+    assert "results/emoji/train-128-turbo.png" in text
+    assert "| emoji-128-turbo, 4 steps, guidance 0 | 50.0% | 75.0% | – |" in text
+    assert "| emoji-128, 16 steps, guidance 3 | 50.0% | 75.0% | – |" in text
+    assert "| emoji-128, 8 steps, guidance 3 | 50.0% | 75.0% | 12.00 |" in text
+    assert "guidance 3, asked for in other words (4 labels) | 50.0% | 75.0% | – |" in text

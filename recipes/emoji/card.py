@@ -1,6 +1,12 @@
 """Write the model card from the manifest and the scores, so that its figures are always the measured ones.
 
-python -m recipes.emoji.card --model models/emoji --scores results/emoji/scores.json
+python -m recipes.emoji.card --model models/emoji --scores results/emoji/scores.json \\
+  --beside results/emoji/scores-paraphrased.json
+python -m recipes.emoji.card --model models/emoji-128 --scores results/emoji/scores-128.json \\
+  --beside results/emoji/scores-128-4.json results/emoji/scores.json results/emoji/scores-128-paraphrased.json
+python -m recipes.emoji.card --model models/emoji-128-turbo --scores results/emoji/scores-128-turbo.json \\
+  --beside results/emoji/scores-128-turbo-8.json results/emoji/scores-128.json results/emoji/scores-128-4.json \\
+  results/emoji/scores-128-turbo-paraphrased.json
 """
 
 from __future__ import annotations
@@ -87,6 +93,7 @@ KINDS = {
         ", num_inference_steps=4, guidance_scale=0",
     ),
 }
+LABELS = 714
 LINKS = """
 
 Its towers and its autoencoder are links to those of `models/emoji`; `python -m recipes.emoji.assemble` makes them."""
@@ -122,7 +129,7 @@ def compare(others: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def render(scores: dict[str, Any], others: Sequence[dict[str, Any]] = (), labels: int = 714) -> str:
+def render(scores: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> str:
     model = scores.get("model", "emoji")
     kind, columns = KINDS[model], (scores["train"], scores["validation"], scores["train"]["real_images"])
     lines = [f"| {title} | " + " | ".join(cell(c, key, form) for c in columns) + " |" for title, key, form in ROWS]
@@ -141,8 +148,8 @@ def render(scores: dict[str, Any], others: Sequence[dict[str, Any]] = (), labels
         hours=training["seconds"] / 3600,
         steps=training["step"],
         images=training["images"],
-        epochs=training["images"] / labels,
-        labels=labels,
+        epochs=training["images"] / LABELS,
+        labels=LABELS,
         steps_drawn=scores["steps"],
         guidance=scores["guidance"],
         date=scores["environment"]["date"],
