@@ -216,7 +216,8 @@ class Stepper:
         if run is not previous:
             self._begin_run(run)
         if self._trace is not None:
-            self._trace.begin(run.step, timestep, layout.grid, self.spec.layers, fresh=run is not previous)
+            row = self._batch // 2 - 1 if run.paired and not self.backbone.conditional_half else -1
+            self._trace.begin(run.step, timestep, layout.grid, self.spec.layers, row, fresh=run is not previous)
         ctx = StepContext(
             layout=layout,
             timestep=timestep,
