@@ -100,14 +100,11 @@ class Stepper:
             self.enabled = before
 
     def begin_run(self) -> None:
-        """Begin a new run with the next call: for those who call the transformer themselves, not by a pipeline."""
+        """Begin a new run with the next call, and let go of this one's state: for those who call the transformer
+        themselves, not by a pipeline."""
         self._tracker.forget()
-        self._free()
-
-    def _free(self) -> None:
-        """Let go of what the run carries, whose size is still told."""
         run = self._tracker.run
-        self._cached_bytes = max(self._cached_bytes, tensor_bytes(run.state))
+        self._cached_bytes = max(self._cached_bytes, tensor_bytes(run.state))  # which the summary still tells
         run.state = None
         if self.ctx is not None:
             self.ctx.run = self.ctx.now = None
