@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shiva
 from baseline_tools import SPEC, output
@@ -32,6 +33,26 @@ def test_dydit_mask_is_a_draw_of_the_routers_probability_with_a_softer_gradient(
     assert mask.mean().item() == pytest.approx(torch.sigmoid(torch.tensor(0.8)).item(), abs=0.01)
     soft = torch.sigmoid(drawn / 5)
     torch.testing.assert_close(logits.grad, soft * (1 - soft) / 5)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what the host waits for a device to tell."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("union", [False, True])
+def test_dydit_waits_for_the_device_once_an_ffn(union: bool) -> None:
+    model, call = make_sd3(), BACKBONES["sd3"].call(2, 6, 6)
+    with shiva.attach(model, shiva.DyDiT(bias=0.0, union=union), cfg="none"):
+        output(model, call)
+        with Waits() as waits:
+            output(model, call)
+    assert waits.count == 4 + 1, "and once a step for its timestep"
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)

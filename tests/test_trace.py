@@ -36,6 +36,18 @@ def test_masks_are_the_tokens_that_ran_and_scores_explain_them(tmp_path: Path) -
         trace.score_map(0, 0)
 
 
+@pytest.mark.parametrize(("name", "own"), [("sd3", 3), ("dit", 1)])
+def test_the_prompts_own_half_is_shown(name: str, own: int) -> None:
+    """SD3 puts it second, DiT first."""
+    tiny = BACKBONES[name]
+    model, config = tiny.make(), shiva.Ranked(budget=0.5, score="norm", guidance="per-sample")
+    with torch.no_grad(), shiva.attach(model, config, cfg="batched") as session, session.trace() as trace:
+        model(**tiny.call(4, 6, 6))
+    assert torch.equal(trace.masks(), trace.masks(row=own))
+    assert not torch.equal(trace.masks(), trace.masks(row=own - 2))
+    assert torch.equal(trace.score_map(0, 1), trace.score_map(0, 1, row=own))
+
+
 def test_a_new_run_starts_the_trace_afresh_and_off_costs_nothing(tmp_path: Path) -> None:
     tiny = PIPELINES["sd3"]
     pipe = tiny.load(tmp_path)

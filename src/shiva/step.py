@@ -100,17 +100,14 @@ class Stepper:
             self.enabled = before
 
     def begin_run(self, first: int | None = None) -> None:
-        """Begin a new run with the next call: for those who call the transformer themselves, not by a pipeline.
+        """Begin a new run with the next call, and let go of this one's state: for those who call the transformer
+        themselves, not by a pipeline.
 
         Its budget is met over the scheduler's steps from `first` on, which may lie before that call.
         """
         self._tracker.forget(first)
-        self._free()
-
-    def _free(self) -> None:
-        """Let go of what the run carries, whose size is still told."""
         run = self._tracker.run
-        self._cached_bytes = max(self._cached_bytes, tensor_bytes(run.state))
+        self._cached_bytes = max(self._cached_bytes, tensor_bytes(run.state))  # which the summary still tells
         run.state = None
         if self.ctx is not None:
             self.ctx.run = self.ctx.now = None
@@ -219,7 +216,8 @@ class Stepper:
         if run is not previous:
             self._begin_run(run)
         if self._trace is not None:
-            self._trace.begin(run.step, timestep, layout.grid, self.spec.layers, fresh=run is not previous)
+            row = self._batch // 2 - 1 if run.paired and not self.backbone.conditional_half else -1
+            self._trace.begin(run.step, timestep, layout.grid, self.spec.layers, row, fresh=run is not previous)
         ctx = StepContext(
             layout=layout,
             timestep=timestep,

@@ -185,7 +185,7 @@ class Signals(NamedTuple):
 
 
 class Backbone:
-    """One architecture. A subclass is one file; `register` makes it known."""
+    """One architecture; `register` makes it known. Most are entries of a table (`patterns.PatternBackbone`)."""
 
     transformers: tuple[str, ...] = ()
     """Class names of the transformers it handles."""

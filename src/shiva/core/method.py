@@ -5,14 +5,14 @@ A transformer call meets a method at these places, in this order; a method overr
     method.plan(ctx, timesteps)                  # how many tokens each layer keeps, before anything runs
     method.begin_step(ctx)                       # timestep, prompt, layout, counts are known
     for block in transformer:
-        around model:        from the first block's input to the last one's output
+        model:               x -> reduce -> all blocks -> restore -> x', from the first's input to the last's output
           around block:          x -> reduce -> block      -> restore -> x'
             around attention:        normed x -> reduce -> attention -> restore -> update
               around keys:               the projections to keys and values, which may return more tokens than they got
             around ffn:              normed x -> reduce -> ffn       -> restore -> update
     method.end_step(output, ctx)                 # the model's prediction, which it may replace
 
-`around` is entered only at the sites that the method `selects`.
+`around` is entered only at the sites that the method `selects`; around the model only its `reduction` is asked for.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class DyDiT(FillOptions):
     bias: float = 5.0
     """The router's initial logit: training starts with every token on."""
 
-    presets: ClassVar = {"paper": {"flops": 0.8, "union": True}}
+    presets: ClassVar = {"paper": {"union": True}}
     fixed: ClassVar = frozenset({"flops", "flops_weight", "hold", "warmup", "tau", "shrink", "bias"})
     knob: ClassVar = "threshold"
 

@@ -54,7 +54,7 @@ class Shiva(RoutedOptions, CountOptions):
     """Training: the budget follows the ratios without their exploration noise; the paper's follows the noisy ones."""
 
     presets: ClassVar = {
-        "paper": {"estimator": "input", "signal_length": "own", "beta": 0.2, "dual": 0.0, "noise_free": False},
+        "paper": {"estimator": "input", "signal_length": "own", "dual": 0.0, "noise_free": False},
     }
     fixed: ClassVar = RoutedOptions.fixed | {"policy", "estimator", "guess", "beta", "dual", "noise_free"}
 
