@@ -105,7 +105,7 @@ CARD = """---
 ---
 # {{ method }} for `{{ base }}`
 
-{{ what }}: for Shiva (`pip install -e .` in a checkout){{ budget }}.
+{{ what }}: for Shiva (`pip install -e {{ package }}` in a checkout){{ budget }}.
 
 ```python
 import shiva
@@ -203,6 +203,7 @@ class ShivaCheckpoint(
             what=SKIPPING if skips else WHOLE,
             base=self.origin.base_model or "an unnamed pipeline",
             budget="" if budget is None else f" for a mean keep of {budget:g}; another one is `budget=` of `attach`",
+            package='".[adapter]"' if self.adapter_weights else ".",
             parts=", ".join(name for name, held in parts.items() if held) or "options only",
             **kwargs,
         )
