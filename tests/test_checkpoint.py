@@ -110,7 +110,7 @@ def test_a_checkpoint_saved_over_another_is_the_later_one(tmp_path: Path) -> Non
     shiva.ShivaCheckpoint.of(method, **adapter(make_sd3())).save_pretrained(tmp_path)
     card = (tmp_path / "README.md").read_text()
     assert "an adapter" in card
-    assert "`pip install -e \".[adapter]\"`" in card
+    assert '`pip install -e ".[adapter]"`' in card
     shiva.ShivaCheckpoint.of(method).save_pretrained(tmp_path)
     assert shiva.ShivaCheckpoint.from_pretrained(tmp_path).adapter_weights is None
     assert "an adapter" not in (tmp_path / "README.md").read_text()
