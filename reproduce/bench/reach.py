@@ -96,7 +96,7 @@ def known(shape: Shape) -> Real:
 
     def call(real: Real) -> Call:
         _, height, width = real.size
-        return replace(shape, height=height, width=width, text=real.text).call()
+        return replace(shape, height=height, width=width, text=real.text).call(str(torch.get_default_device()))
 
     size, token = (1, shape.height, shape.width), (1, shape.token, shape.token)
     return Real(shape.cls, size, token, shape.text, call, DEPTHS[shape.cls], shape.config, shape.batch)
