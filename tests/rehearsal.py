@@ -48,7 +48,7 @@ STEPS = (1000.0, 750.0, 500.0, 250.0)
 MODELS: dict[str, Tiny] = {**BACKBONES, **IMAGES, **VIDEOS}
 MOST_USED = ("flux2", "qwen", "zimage", "chroma", "auraflow", "wan", "ltx", "hunyuan-video", "cogvideox", "mochi")
 """Beside SD3, Flux and PixArt."""
-READS = {"lapsum": 4, "diffcr": 4, "dydit": 32, "dydit on flux": 16}
+READS = {"lapsum": 4, "diffcr": 4, "dydit": 16, "dydit on flux": 8}
 """Values that a run of four steps reads on the host beyond the timesteps; docs/performance.md says which."""
 TRAINING_READS = {"diffcr": 4, "dydit": 4, "lapsum": 1, **{name: 1 for name in METHODS if name.startswith("shiva")}}
 """Of a training micro-batch: the ratios it runs at, once, or at each of four layers."""
