@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shiva
-from baseline_tools import SPEC, output
+from baseline_tools import SPEC, output, sampled
 from shiva.core.context import Exploration, StepContext
 from shiva.core.layout import Layout
 from shiva.methods.dydit import gumbel_mask
@@ -161,6 +161,18 @@ def test_dydit_aims_at_the_flops_of_the_model_without_its_adapter() -> None:
             _, record = call(session, arguments, explore=Exploration(step=10))
             shares.append(0.99 - (record.losses["flops"].item() / method.config.flops_weight) ** 0.5)
     assert shares[1] == pytest.approx(shares[0], rel=1e-6)
+
+
+@torch.no_grad()
+def test_dydit_has_its_losses_also_at_the_end_of_a_run_without_gradient() -> None:
+    """As where the state that a micro-batch learns from is reached by the model's own run."""
+    model = make_sd3()
+    session, timesteps = sampled(model, shiva.DyDiT(flops=0.99), 2)
+    with session:
+        session.method.train()
+        for timestep in timesteps:
+            _, record = call(session, BACKBONES["sd3"].call(2, 8, 8, timestep))
+            assert "flops" in record.losses
 
 
 def test_dydit_refuses_a_target_that_its_ffns_cannot_reach() -> None:

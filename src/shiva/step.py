@@ -192,7 +192,8 @@ class Stepper:
         if run.is_over(ctx.steps):
             self._cached_bytes = tensor_bytes(ctx.run)
             run.state = ctx.run = self.method.new_run()
-            if run.step > run.first:  # the first step alone cannot tell whether guidance makes another call
+            may_be_read = run.step == run.first or self.method.training  # by another call of guidance; by losses
+            if not may_be_read:
                 ctx.now = self.method.new_step()
 
     def _own_flops(self, ctx: StepContext, counts: Sequence[float] | None = None) -> Flops:

@@ -1,7 +1,7 @@
 """All that training says to a session and its method: what goes in is an argument, what comes out is returned.
 
-No other file of training calls the transformer or changes the method's mode; they only read plain answers of the
-method (`groups`, `tables`, `readings`, what it needs).
+No other file of training calls the transformer; of the method they read plain answers (`groups`, `readings`, what it
+needs).
 """
 
 from __future__ import annotations
