@@ -168,6 +168,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("generate", "m", "a fox", "--device", "meta:x"), "--device meta:x is not here"),
     (("generate", "m", "a fox", "--output", "{file}/x"), "is a file, so nothing can be written"),
     (("eval", "m", "--methods", "ToMeSD", "--prompts", "{file}", "--device", "nowhere"), "--device nowhere"),
+    (("fit", "m", "--output", "{link}"), "is a link to nothing, so nothing can be written"),
     (("eval", "m", "--methods", "{tab}"), "is not YAML"),
     (("eval", "m", "--methods", "{flat}"), "candidate 'ToMeSD' is 0.5; write a mapping"),
     (("eval", "m", "--methods", "ToMeSD", "--output", "{file}"), "is a file, so nothing can be written"),
@@ -201,6 +202,7 @@ def test_a_mistake_is_refused_before_any_work(
     files = {"file": "a fox", "tab": "candidates:\n\t- x", "flat": "candidates: {ToMeSD: 0.5}"}
     for name, text in files.items():
         (tmp_path / f"{name}.{'txt' if name == 'file' else 'yaml'}").write_text(text)
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
     paths = {path.stem: str(path) for path in tmp_path.iterdir()}
     code, _, told = call(*(part.format(**paths) if "{" in part else part for part in arguments))
     assert code == 2, told

@@ -70,9 +70,10 @@ def folder_of(output: Path | None, record: bool, name: str) -> Path:
 
 def check_folder(path: Path) -> Path:
     """A folder that can be made: refused before the work, not after it."""
-    above = next((part for part in (path, *path.parents) if part.exists()), path)
-    if above.exists() and not above.is_dir():
-        raise ValueError(f"{above} is a file, so nothing can be written in {path}; pass another --output")
+    above = next((part for part in (path, *path.parents) if part.exists() or part.is_symlink()), path)
+    if (above.exists() or above.is_symlink()) and not above.is_dir():
+        what = "a file" if above.exists() else "a link to nothing"
+        raise ValueError(f"{above} is {what}, so nothing can be written in {path}; pass another --output")
     return path
 
 
